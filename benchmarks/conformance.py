@@ -33,21 +33,23 @@ from benchmarks.stacks.vllm_stack import PlainVllm, python_with_vllm
 from docs.generators.conformance_page import fields_section
 
 INTRODUCTION = (
-    "Tests of the official Python clients (`tests/api_resources` of their source packages) that"
-    " pass against a running server, as `python benchmarks/conformance.py --servers"
-    " mlx,vllm,mlx_lm.server,vllm-serve --write docs/conformance.md` counts them. Only the wire is"
-    " judged, so the model is one layer of the sample model. Each test runs with clients that are"
-    " synchronous and asynchronous, strict and loose. Objects that they name by id are put into"
-    " our store before each test; other servers keep none. `vllm serve` has the flags that we"
-    " start it with, tool parser and all names of models included. Tests of empty ids ask nothing"
-    " of a server and pass everywhere."
+    "For whoever asks how well a server speaks OpenAI's and Anthropic's APIs: how many tests of the"
+    " official Python clients (`tests/api_resources` of their source packages) pass against it,"
+    " what fails here and why, and how fields of other servers are treated. `python"
+    " benchmarks/conformance.py --servers mlx,vllm,mlx_lm.server,vllm-serve --write"
+    " docs/conformance.md` counts them.\n\nThe tests judge only the form of answers, so the model"
+    " is one layer of the sample model. Each test runs with synchronous and asynchronous clients,"
+    " strict and loose ones. Objects that tests name by id are put into Thermocline's store before"
+    " each test; the other servers store none. `vllm serve` gets the flags with which Thermocline"
+    " starts it, with tool parser and all names of models. Tests of empty ids send nothing to a"
+    " server, and pass with all of them."
 )
 SETTINGS: dict[str, dict[str, Any]] = {
     "gateway": {"model_aliases": ["*"]},
     "engine": {"hot_bytes": 512 * MIB, "max_context": 4096},
     "store": {"ram_bytes": 64 * MIB, "disk_bytes": 0},
 }
-# What a failing test asks for, and why it is refused, by the beginning of the test's name.
+# The request of a failing test and why it is refused, by a part of the test's name.
 REASONS = {
     "test_responses.compact": "conversations are not compacted here: 404, with the way to do it",
     "test_responses.create_with_all_params": (
@@ -57,15 +59,15 @@ REASONS = {
     "test_responses.cancel": "only background responses could be cancelled; refused by name",
     "test_responses.steer": "responses are not steered here",
     "test_messages.create_with_all_params": (
-        'has a strict tool with a property whose schema is none (`"location": "bar"`): refused by'
-        " name; it is served where the tool is not strict"
+        'has a strict tool with a property whose schema is a string (`"location": "bar"`): refused'
+        " by name; it is served if the tool is not strict"
     ),
     "openai/test_embeddings.": (
-        "the strict clients ask for base64 by themselves, and then take no string for an embedding;"
-        " vLLM makes none with a model that it serves to generate"
+        "strict clients request base64 and then accept no string as an embedding; vLLM makes no"
+        " embeddings with a model that it serves for generation"
     ),
     "responses/test_input_tokens.count_with_all_params": (
-        "names a conversation and a previous response at once: refused by name, as OpenAI says"
+        "names a conversation and a previous response at once: refused by name, as by OpenAI"
     ),
     "test_models.delete": "the served model cannot be deleted over HTTP",
     "openai/test_completions.create_with_all_params": (

@@ -11,9 +11,9 @@ from docs.generators.tables import code, page, table
 from launch.cli.main import app
 
 INTRODUCTION = """
-A mistake in what was asked ends with exit code 2, what could not be done with 1; both with one
-sentence on standard error. Settings are options of the commands that need them, and [any other
-source](../configuration.md#sources) works as well.
+A command that is called wrongly ends with exit code 2, one that fails with 1; both print one
+sentence to standard error. The commands that need a setting have it as an option; [any other
+source of settings](../configuration.md#sources) works as well.
 """
 
 

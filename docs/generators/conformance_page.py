@@ -1,6 +1,6 @@
-"""The end of ``docs/conformance.md``: fields of other servers' requests, and what we do with them.
+"""The end of ``docs/conformance.md``: the fields of other servers' requests, and their treatment.
 
-The counts before it are written by ``benchmarks/conformance.py``, which ends its page with this.
+``benchmarks/conformance.py`` writes the counts before it, and ends its page with this.
 """
 
 from __future__ import annotations
@@ -15,49 +15,54 @@ from engines.openai.foreign_fields import FOREIGN_FIELDS, IN_MESSAGES, SERVERS, 
 PATH = Path(__file__).parents[1] / "conformance.md"
 HEAD: Final = "## Fields of other servers"
 INTRODUCTION: Final = """
-A field on which some server acts, and which changes the answer, is honoured or refused by name
-(400, with the name in `param`), in all four dialects; what only hints is taken and changes nothing.
-The list is `engines/openai/foreign_fields.py`, and these tables are written from it by
-`make reference`. Values that ask for nothing (null, and as a rule `false`, 0, an empty list, a
-sampler's neutral value) are always taken. Two constraints for one answer are refused; of two names
-for one field OpenAI's counts. Chats' fields that Anthropic's messages and OpenAI's responses lack
-(`top_k`, `min_p`, `seed`, penalties, `logit_bias`, `ignore_eos`, `min_tokens`,
-`structured_outputs`, `response_format`, `chat_template_kwargs`) count there, too. Other fields are
-ignored and named in the header `x-thermocline-ignored`; only one that looks like a misspelt field
-that changes the answer (`temprature`), where that is not sent as well, is refused with its name.
+Many clients send fields of servers other than OpenAI's. In all four dialects they are treated as
+follows (`engines/openai/foreign_fields.py`, from which `make reference` writes the tables below):
 
-Keywords of JSON schemas that are not held are left out, and named in the header
-`x-thermocline-left-out`; a schema that says `strict` is refused instead, with the keyword and its
-place. One table says what is held (`engines/openai/schemas/keywords.py`). On both engines these are
-not:
+- A field that changes the answer on some server is honoured, or refused by name (400, with the name
+  in `param`). A field that is only a hint is accepted and has no effect.
+- Values without effect (null, and as a rule `false`, 0, an empty list, a sampler's neutral value)
+  are always accepted.
+- Two constraints for one answer are refused. If a field comes under two names, OpenAI's counts.
+- Fields of chats that Anthropic's messages and OpenAI's responses lack (`top_k`, `min_p`, `seed`,
+  penalties, `logit_bias`, `ignore_eos`, `min_tokens`, `structured_outputs`, `response_format`,
+  `chat_template_kwargs`) are honoured there, too.
+- All other fields are ignored and named in the header `x-thermocline-ignored`. Only a field that
+  looks like a misspelling (`temprature`) of one that changes the answer is refused by name, unless
+  the correct one is sent as well.
+
+Keywords of JSON schemas that cannot be enforced are left out, and named in the header
+`x-thermocline-left-out`; a schema with `strict` is refused instead, with the keyword and its
+place. The table `engines/openai/schemas/keywords.py` says which are enforced. On both engines these
+are not:
 
 - `patternProperties`, `propertyNames`, `minProperties`, `maxProperties`, `uniqueItems`, `contains`,
-  `not`, `if`, `dependentRequired`, `unevaluatedProperties` and the like; an object without one that
-  may name further properties stays open;
-- a `$ref` that leads elsewhere than to `#` or to an entry of the root's `$defs` or `definitions`,
-  and, in a schema with an `$id` inside, all of them;
+  `not`, `if`, `dependentRequired`, `unevaluatedProperties` and the like; if one that can name
+  further properties is left out, the object may have any;
+- a `$ref` to anything but `#` or an entry of the root's `$defs` or `definitions`, and every `$ref`
+  of a schema that has an `$id` inside;
 - patterns beyond a plain class: ASCII without quotes, backslashes and control characters, `^` and
-  `$` at the ends, groups three deep, no looks ahead or back, flags or `\\b`, `\\p`;
-- formats other than OpenAI's and `uri`; a format beside a pattern that is held, a `const` or an
-  `enum`, which `strict` permits;
+  `$` at the ends, groups three deep, no lookahead or lookbehind, flags, `\\b` or `\\p`;
+- formats other than OpenAI's and `uri`; a format beside an enforced pattern, a `const` or an
+  `enum` (`strict` permits these);
 - bounds of numbers that are not whole or lie beyond 2**53; `multipleOf` of other numbers than
   integers; numbers beyond 64 bits in `enum` and `const`;
-- names that a closed object requires and excludes;
-- where a `$ref` goes round, its neighbours, and those of choices;
-- what has no form, in all tools that the model is shown: a property whose schema is a text may be
-  anything, and a `type` that does not exist (`any`) is none.
+- names that a closed object requires but does not list in `properties`;
+- in a recursive schema, keywords beside a `$ref` or beside choices (`anyOf` and the like);
+- malformed schemas, in all tools that the model is shown: a property whose schema is a string may
+  have any value, and an unknown `type` (`any`) counts as none.
 
-In calls at vLLM, whose compiler ignores them, also lengths of texts (`strict` permits these),
-patterns of a part of a text or with `.`, `\\s` or an excluding class, `allOf` of several, a `$ref`
-or choices beside other keywords, a `type` beside choices, required properties that are not named,
-bounds, patterns and formats without a `type`, `multipleOf` beside bounds, and what stands beside
-`enum` or `const`. There, properties or items without a `type` mean an object or a list.
+In calls on vLLM these are not enforced either, since its compiler ignores them: lengths of strings
+(`strict` permits these), patterns of a part of a string or with `.`, `\\s` or an excluding class,
+`allOf` of several schemas, a `$ref` or choices beside other keywords, a `type` beside choices,
+required properties that are not listed, bounds, patterns and formats without a `type`, `multipleOf`
+beside bounds, and keywords beside `enum` or `const`. There, properties or items without a `type`
+mean an object or a list.
 
-`oneOf` is held as `anyOf`, and not named. Keywords that JSON Schema does not know ask for nothing.
+`oneOf` is enforced as `anyOf`, and not named in the header. Unknown keywords have no effect.
 A `$ref` that leads back to itself in every value is refused. Tuples of older drafts, a list of
-`items` with `additionalItems`, are shown and held to as `prefixItems` with `items`.
+`items` with `additionalItems`, are shown and enforced as `prefixItems` with `items`.
 """
-# Fields that are ours under the same name, and forms of them; by server.
+# Fields that Thermocline has under the same name, perhaps in another form; by server.
 _OWN: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
     "vLLM": (
         (
@@ -67,22 +72,22 @@ _OWN: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
         ),
         ("`min_tokens`", Fate.ON_VLLM.value, ""),
         ("`top_k`, `min_p`, `repetition_penalty`, `ignore_eos`", "honoured", ""),
-        ("`chat_template_kwargs`", "honoured", "but for the names that the server sets itself"),
+        ("`chat_template_kwargs`", "honoured", "except names that the server sets itself"),
         ("`messages[].reasoning`", "honoured", "as `reasoning_content`"),
     ),
     "llama.cpp": (
         (
             "`response_format`",
             "honoured",
-            "OpenAI's, and with `schema` beside the type `json_object` or `json_schema`",
+            "in OpenAI's form, and with `schema` beside the type `json_object` or `json_schema`",
         ),
-        ("`seed`", "honoured", "-1: another one at each request"),
+        ("`seed`", "honoured", "-1: another seed for each request"),
     ),
     "Ollama": (
-        ("`options`", "honoured", "each field in it as one beside it; unknown ones are refused"),
+        ("`options`", "honoured", "each field in it like one beside it; unknown ones are refused"),
         ("`messages[].thinking`", "honoured on mlx, ignored on vLLM", "as `reasoning_content`"),
     ),
-    "LM Studio": (("`response_format`", "honoured", "`strict` may be a text"),),
+    "LM Studio": (("`response_format`", "honoured", "`strict` may be a string"),),
     "SGLang": (("`top_k`, `min_p`, `min_tokens`, `ignore_eos`", "", "as vLLM's"),),
     "mlx_lm.server": (
         ("`top_k`, `min_p`, `repetition_penalty`, `chat_template_kwargs`", "honoured", ""),
@@ -91,13 +96,13 @@ _OWN: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
 
 
 def conformance_page() -> str:
-    """Return the page with the fields written anew; the counts stay as they are."""
+    """Return the page with its counts unchanged, and the section of fields written anew."""
     counts = PATH.read_text("utf-8").partition(f"\n{HEAD}\n")[0]
     return f"{counts}\n{fields_section()}"
 
 
 def fields_section() -> str:
-    """Write a table for each server."""
+    """Return the section with a table for each server."""
     parts = [HEAD, INTRODUCTION.strip()]
     for server in SERVERS:
         rows = [*_OWN.get(server, ()), *_rows(x for x in FOREIGN_FIELDS if server in x.servers)]
@@ -108,7 +113,7 @@ def fields_section() -> str:
 
 
 def _rows(fields: Iterable[ForeignField]) -> list[tuple[str, str, str]]:
-    """Write a row for all fields that are answered alike."""
+    """Return one row for all fields with the same treatment and remedy."""
     groups: dict[tuple[Fate, str], list[str]] = {}
     for field in fields:
         groups.setdefault((field.fate, field.words), []).append(code(field.name))

@@ -1,4 +1,4 @@
-"""The codes of all errors, read off the calls in the sources that make them."""
+"""The codes of all errors, found in the calls in the sources that make errors."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-# Which argument of a call is the code, and which the status; and the status if none is given.
+# By function: the positions of the code and of the status, and the status if none is given.
 MAKERS = {"Failure": (3, 0, 0), "InvalidRequest": (2, 3, 400), "error_body": (3, None, 0)}
 FOLDERS = ("gateway", "engines/openai", "engines/mlx_worker", "engines/http.py")
 
 
 class ErrorCode(NamedTuple):
-    """A code that clients see, and a status that comes with it; 0 where the call does not say."""
+    """A code that clients see, and a status that comes with it; 0 if the call has none."""
 
     code: str
     status: int
 
 
 def error_codes() -> set[ErrorCode]:
-    """List the codes and statuses that are written out in a call that makes an error."""
+    """Return the codes and statuses that are constants in a call that makes an error."""
     return {found for folder in FOLDERS for path in _files(folder) for found in _codes_in(path)}
 
 

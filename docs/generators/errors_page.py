@@ -21,96 +21,99 @@ from scheduler.session import SAVING
 from scheduler.sessions import SessionKept
 
 INTRODUCTION = """
-Every failure has OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`; under
-`/v1/messages` it has Anthropic's. The message says what to do; programs go by the status and the
-code. With 429 and 503 `retry-after` says when the same request may succeed. What fails in the
-middle of a stream is its last event. An error that vLLM found is passed on with vLLM's own code.
+For whoever handles a server's errors: their form, each code with its remedy, and the reasons for
+which a prompt's KV was not found.
+
+Every error has OpenAI's form, `{"error": {"message", "type", "param", "code"}}`; under
+`/v1/messages` it has Anthropic's. The message says what to do; programs should test the status and
+the code. With 429 and 503, `retry-after` says when the same request may succeed. An error in the
+middle of a stream is the stream's last event. An error of vLLM is passed on with vLLM's own code.
 """
 TYPES = """
-Another status below 500 is an `invalid_request_error`, any other above is a `server_error`. Where
-503 is due, `/v1/messages` answers 529.
+Any other status below 500 has the type `invalid_request_error`, any other from 500 on
+`server_error`. Instead of 503, `/v1/messages` answers 529.
 """
 CODES = """
-A request that is wrong in itself (400) has no code unless the table has one; `param` names the
+The error for an invalid request (400) has no code unless the table has one; `param` names the
 field.
 """
 MISSES = """
-A miss is no error: the prompt is computed. `x-thermocline-cache` and `/metrics` say why.
+A miss is no error: the prompt is computed. `x-thermocline-cache` and `/metrics` give the reason.
 """
-# What a code means, and what to do about it. A test finds codes that are missing here, or gone.
+# The meaning of each code, and the remedy. A test finds missing and superfluous codes.
 MEANINGS = {
     "admin_only": "this needs a key of `gateway.admin_keys`",
     "always_loaded": "this model is not on demand (`load`, in `[[engines]]`): it stays loaded",
-    "bad_key": "the line cannot be a key's; nothing was changed",
-    "bad_http": "what was sent is no HTTP/1.1 request, or could be read in two ways",
-    "bodies_full": "bodies of other requests fill the room that all have; try again",
+    "bad_key": "the line is not a valid key; nothing was changed",
+    "bad_http": "the bytes are no HTTP/1.1 request, or an ambiguous one",
+    "bodies_full": "bodies of other requests fill the memory for all bodies; try again",
     "body_timeout": "the body took longer than a minute",
     "body_too_large": "the body is longer than `gateway.max_body_bytes`",
     "cannot_measure": "this engine does not measure on request; use `thermocline calibrate`",
     "completion_not_found": "no stored chat of the caller has this id",
     "context_length_exceeded": "the prompt leaves no room for an answer; shorten it",
     "conversation_not_found": "no conversation of the caller has this id",
-    "conversation_too_large": "more than one request may go on from; begin a new conversation",
-    "draining": "the server is shutting down; ask another, or try again",
+    "conversation_too_large": "one request cannot continue so much; begin a new conversation",
+    "draining": "the server is shutting down; use another one, or try again",
     "engine": "the engine failed in its answer; its log says why; try again",
     "engine_overloaded": "no place in a batch was free within two minutes; try again",
     "engine_refused": "the engine did not do what the gateway asked; the message says why",
-    "engine_stalled": "the engine gave no sign of life for two minutes; it restarts",
-    "engine_unavailable": "the engine starts, or is started again; try again",
-    "framing_too_large": "the chunks of the body have too much around them",
+    "engine_stalled": "the engine did not respond for two minutes; it is restarted",
+    "engine_unavailable": "the engine is starting or restarting; try again",
+    "framing_too_large": "the chunked body has too many bytes besides its content",
     "generation_failed": "the engine failed while it answered; its log says why",
     "head_timeout": "the head took longer than 20 s",
     "head_too_large": "the head is longer than 32 KiB, or has more than 200 lines",
     "hibernation_disabled": "this engine serves without a cold store",
     "host_missing": "a `Host` header is needed",
-    "host_not_allowed": "the name in `Host` is none of `gateway.allowed_hosts`",
+    "host_not_allowed": "the name in `Host` is not in `gateway.allowed_hosts`",
     "internal": "a fault of this server; its log has the request's id",
-    "invalid_api_key": "no key, or one that opens nothing here",
+    "invalid_api_key": "the request has no key, or not a valid one",
     "item_not_found": "no stored item of the caller has this id",
     "key_file": "the file of keys cannot be read or written; nothing was changed",
-    "key_not_found": "there is no key of this id",
-    "keys_fixed": "keys can be changed only where they are in `gateway.api_keys_file`",
+    "key_not_found": "there is no key with this id",
+    "keys_fixed": "keys can be changed only if they are in `gateway.api_keys_file`",
     "method_not_allowed": "`allow` lists the methods that the path takes",
     "memory_scarce": "too little memory is left (`scheduler.memory_low_bytes`); try again",
-    "model_in_use": "requests use the model, or this server is to serve it; the message says which",
-    "model_not_found": "another model is served; `/v1/models`, or set `gateway.model_aliases`",
-    "model_not_loaded": "the model is not loaded, or is on its way in or out",
-    "no_cold_copy": "the session could not be saved, so that to sleep would lose it",
+    "model_in_use": "requests use the model, or this server serves it; the message says which",
+    "model_not_found": "`/v1/models` lists the served ones; `gateway.model_aliases` adds names",
+    "model_not_loaded": "the model is not loaded, or is being loaded or unloaded",
+    "no_cold_copy": "the session could not be saved, so sleeping would lose its KV",
     "not_cancellable": "there are no background responses to cancel",
     "not_deleted": "the model stays in the hub client's cache; the message says why",
-    "not_downloaded": "no download was begun: it is no hub id, or another is on its way",
+    "not_downloaded": "no download was begun: the name is no hub id, or another download runs",
     "not_found": "there is no such path",
-    "not_stored": "nothing is stored here, or it is too large (`gateway.stored_bytes`)",
-    "not_supported": "this server, or this engine, does not do that",
-    "origin_not_allowed": "the page's origin is none of `gateway.allowed_origins`",
+    "not_stored": "this server stores nothing, or the object exceeds `gateway.stored_bytes`",
+    "not_supported": "this server or engine cannot do that",
+    "origin_not_allowed": "the page's origin is not in `gateway.allowed_origins`",
     "previous_response_not_found": "it, or one before it, is not stored (any more)",
     "rate_limit_exceeded": "the waiting line is full, or the key's limits are reached; try again",
-    "redis_away": "not known here, and other servers' sessions cannot be seen now; try again",
+    "redis_away": "unknown here; while Redis is away other servers' are not seen; try again",
     "response_not_found": "no stored response of the caller has this id",
     "session_busy": "a turn of the session is being served",
     "session_elsewhere": "another server had it last: only that one can move, pin or wake it",
-    "session_limit": "the key has all the sessions it may; delete some",
+    "session_limit": "the key has as many sessions as it may have; delete some",
     "session_not_found": "no session of the caller has this id",
     "session_pinned": "a pinned session is not put to sleep; unpin it first",
-    "store_full": "there is no room to store it; delete what is not needed any more",
-    "store_unavailable": "what clients stored cannot be reached now; try again",
-    "tier_refused": "the tier did not take all of the session; it stays where it was",
+    "store_full": "there is no room to store it; delete stored objects",
+    "store_unavailable": "stored objects cannot be reached now; try again",
+    "tier_refused": "the tier did not accept the whole session; it stays where it was",
     "timeout": "the answer took longer than an hour",
-    "too_many_connections": "the client, or all of them, have too many connections open",
-    "too_many_values": "the body has too many values, however short it is",
+    "too_many_connections": "this client, or all clients together, have too many connections",
+    "too_many_values": "the body's JSON has too many values",
 }
 MISS_MEANINGS = {
     "never-stored": "nothing of this session was ever saved here",
     "too-short": "the session has fewer tokens than a chunk, and is not stored",
-    "diverged": "the new prompt leaves the one that was stored",
-    "evicted": "a tier ran out of room",
-    "ttl": "not used for `store.ttl_s`",
+    "diverged": "the new prompt differs from the stored one",
+    "evicted": "a tier had no room for it any more",
+    "ttl": "the session was not used for `store.ttl_s`",
     "fingerprint": (
-        "saved by another model, dtype or layout, in other chunks, or by a codec not known here"
+        "it was saved with another model, dtype, layout or chunk size, or an unknown codec"
     ),
-    "corrupt": "what was stored was damaged, or not sealed by this server's secret",
-    "deadline": "the tier was slower than 20 s, or than `store.redis_deadline_s`",
-    "computed-sooner": "what it adds to a hot beginning is computed sooner than restored",
+    "corrupt": "the stored copy was damaged, or not sealed with this server's secret",
+    "deadline": "the tier took longer than 20 s, or than `store.redis_deadline_s`",
+    "computed-sooner": "computing the tokens after a hot beginning is faster than restoring them",
     "unavailable": "a tier is down",
     "disabled": "this engine serves without a cold store",
     "foreign-secret": (
@@ -118,7 +121,7 @@ MISS_MEANINGS = {
         " (`store.secret_file`) or `store.encrypt`; see `thermocline doctor`"
     ),
     "foreign-seed": (
-        "all of it lies under other names: the engine whose data is on this Redis has another"
+        "the names of its blobs differ: the engine whose data is on this Redis has another"
         " `PYTHONHASHSEED`"
     ),
 }
@@ -146,7 +149,7 @@ def errors_page() -> str:
 
 
 def all_codes() -> set[ErrorCode]:
-    """Add to the codes that are written out those that are computed."""
+    """Return the codes that calls write out, and those that are computed."""
     computed = [failure_of(HTTPException(status)) for status in (404, 405)]
     computed += [
         failure_of(SessionKept(reason)) for reason in get_args(KeptReason) if reason != SAVING
@@ -167,6 +170,6 @@ def _types() -> list[tuple[int, str]]:
 
 
 def _anthropic(status: int) -> str:
-    """Read the type off an answer."""
+    """Return the error type of an answer in Anthropic's form."""
     body = Failure(status, HTTPStatus(status).phrase).anthropic_json()
     return body.decode().partition('"error":{"type":"')[2].partition('"')[0]

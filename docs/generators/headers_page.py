@@ -11,78 +11,80 @@ from docs.generators.tables import code, page, table
 
 ROOT = Path(__file__).parents[2]
 INTRODUCTION = """
-Names of headers know no large and small letters. Those that begin with `x-thermocline-` are the
-server's own: what a client sends under such a name is dropped.
+For whoever writes a client or a proxy: the headers that the server reads, and those that its
+answers have. Upper and lower case make no difference. Headers that begin with `x-thermocline-` are
+the server's own: it drops any that a client sends.
 """
 REQUEST = {
     "Authorization": "`Bearer KEY`",
     "X-API-Key": "the same key, as Anthropic's clients send it",
-    "X-Session-ID": "the session that a request belongs to, percent-encoded where it is not ASCII",
+    "X-Session-ID": "the session that a request belongs to, percent-encoded if it is not ASCII",
     "X-Parent-Session-ID": "the session that started this one, a child, which sleeps first",
-    "X-Session-Type": "`child` or `subagent`: a child whose parent is not named",
+    "X-Session-Type": "`child` or `subagent`: the session is a child, whose parent is not named",
     "X-Claude-Code-Session-Id": "Claude Code's session",
-    "X-Claude-Code-Agent-Id": "a helper within it: a session of its own, and a child",
-    "X-Claude-Code-Parent-Agent-Id": "the helper that started the helper",
+    "X-Claude-Code-Agent-Id": "a subagent of it, which has a session of its own, a child",
+    "X-Claude-Code-Parent-Agent-Id": "the subagent that started this one",
     "X-Session-Affinity": "OpenCode's session",
     "Session-Id": "Codex' session (older releases: `session_id`)",
     "X-OpenWebUI-Chat-Id": "Open WebUI's chat: the session",
-    "X-OpenWebUI-User-Id": "the user within the key, where `gateway.trust_user_header` names it",
-    "X-Request-ID": "an id for log lines, taken if it is short and plain; else one is made",
-    "Anthropic-Beta": "taken, whatever it says; what is not known is counted",
-    "Content-Encoding": "of the body: `gzip`, `deflate`, `zstd` or none",
-    "Origin": "of a web page: has to be one of `gateway.allowed_origins`",
-    "Host": "has to be one of `gateway.allowed_hosts`",
+    "X-OpenWebUI-User-Id": "the user within the key, if `gateway.trust_user_header` names it",
+    "X-Request-ID": "an id for log lines, used if it is short and plain; else the server makes one",
+    "Anthropic-Beta": "accepted with any value; unknown values are counted",
+    "Content-Encoding": "the encoding of the body: `gzip`, `deflate`, `zstd` or none",
+    "Origin": "the web page's origin, which must be one of `gateway.allowed_origins`",
+    "Host": "must be one of `gateway.allowed_hosts`",
 }
 RESPONSE = {
-    "x-thermocline-session": "the session's id, percent-encoded where it is not ASCII",
+    "x-thermocline-session": "the session's id, percent-encoded if it is not ASCII",
     "x-thermocline-cache": "where the prompt's KV came from: see below",
     "x-thermocline-stored": "`no; reason=WHY`: the answer could not be stored, see below",
-    "x-thermocline-replaced": "how many half characters (lone surrogates) of tools became U+FFFD",
-    "x-thermocline-left-out": "keywords of JSON schemas that the answer was not held to: see below",
+    "x-thermocline-replaced": "the number of lone surrogates in tools that became U+FFFD",
+    "x-thermocline-left-out": "keywords of JSON schemas that were not enforced: see below",
     "x-thermocline-ignored": "fields of the request that this server does not know, 16 at most",
     "x-request-id": "the request's id, also in the log",
     "request-id": "the same, under `/v1/messages`",
     "openai-processing-ms": "milliseconds until the answer's head",
     "retry-after": "seconds after which the request may succeed; with 429 and 503",
     "retry-after-ms": "the same in milliseconds",
-    "x-ratelimit-limit-*": "`requests`, `tokens`: what the key may use in a minute",
-    "x-ratelimit-remaining-*": "what is left of it",
-    "x-ratelimit-reset-*": "seconds until all of it is there again",
+    "x-ratelimit-limit-*": "`requests`, `tokens`: the number that the key may use in a minute",
+    "x-ratelimit-remaining-*": "the number that is left",
+    "x-ratelimit-reset-*": "seconds until the whole number is available again",
     "www-authenticate": "`Bearer`; with 401",
-    "accept-encoding": "the encodings of bodies that are taken; with 415",
-    "x-accel-buffering": "`no`, of each stream: a proxy is asked to pass events on at once",
+    "accept-encoding": "the encodings of bodies that the server accepts; with 415",
+    "x-accel-buffering": "`no`, with each stream: asks proxies to pass events on at once",
     "x-content-type-options": "`nosniff`, on the dashboard's files and `/docs`",
     "x-frame-options": "`DENY`, on the same: no page may frame them",
     "allow": "the methods that the path takes; with 405",
 }
 CACHE = """
-`SOURCE; tokens=N`, and `; reason=WHY` where less was reused than could have been. N tokens of the
+`SOURCE; tokens=N`, and `; reason=WHY` if less was reused than could have been. N tokens of the
 prompt were not computed again; `usage` has the same number (`cached_tokens`).
 
 | source | meaning |
 |---|---|
-| `hot` | it was in the engine's memory, as the session's own or another's that begins the same |
-| `cold-ram`, `cold-disk`, `cold-redis` | it slept, and was restored from that tier |
+| `hot` | KV was in the engine's memory, from this session or from one with the same beginning |
+| `cold-ram`, `cold-disk`, `cold-redis` | KV was restored from that tier |
 | `miss` | nothing was reused |
 
 The reasons are listed [with the errors](errors.md#reasons-of-a-miss).
 """
 STORED = """
-The answer is whole, and cannot be asked for again or gone on from. Its body says `"store": false`;
-of a stream, whose head has gone out before, its last event does.
+The answer is complete, but it cannot be retrieved or continued later. Its body has
+`"store": false`; a stream, whose headers are sent before, has that in its last event.
 
 | reason | meaning |
 |---|---|
 | `full` | the disk, or the Redis server, has no room |
-| `busy` | too many questions about stored objects wait |
+| `busy` | too many requests for stored objects wait |
 | `unavailable` | the disk or the Redis server cannot be written now |
 | `too-large` | it is larger than `gateway.stored_bytes`, or its conversation is full |
 | `gone` | its session or conversation was deleted meanwhile |
 """
 LEFT_OUT = """
-Keywords, with commas between them, that no grammar holds there (`propertyNames`, `uniqueItems`,
-patterns that look ahead, unknown formats). They were left out of a schema to which an answer or a
-forced call is held; the others hold. A schema that says `strict` is refused instead.
+Keywords, separated by commas, that the engine's grammars cannot enforce (`propertyNames`,
+`uniqueItems`, patterns with lookahead, unknown formats). They were left out of the schema of an
+answer or of a forced call; its other keywords are enforced. A schema with `strict` is refused
+instead.
 """
 # Names of private headers between gateway and engine, and of words that only look like headers.
 PRIVATE = {
@@ -101,9 +103,9 @@ def headers_page() -> str:
     return page(
         "Headers",
         INTRODUCTION,
-        "## Of a request",
+        "## Headers of requests",
         table(("header", "meaning"), rows),
-        "## Of an answer",
+        "## Headers of answers",
         table(("header", "meaning"), answers),
         "## `x-thermocline-cache`",
         CACHE,

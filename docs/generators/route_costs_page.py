@@ -29,27 +29,29 @@ from scheduler.sessions import PLACES_ELSEWHERE
 
 # Questions of the gateway to an engine (``engines.wire``), by the verb's tag; each has a deadline.
 VERBS: Final[dict[str, str]] = {
-    "hello": "once for each connection, by its holder of the token",
+    "hello": "the gateway, once for each connection, with the engine's token",
     "demote": "a user's request or a sweep, one at a time for each session",
     "prefetch": "a user's request, one at a time for each session; the engine bounds its restores",
-    "pin": "a user's request, never refused: pinned blobs go last, within each tier's budget",
+    "pin": "a user's request; never refused, since pinned blobs stay within each tier's budget",
     "unpin": "a user's request",
     "forget": "a user's request or a sweep, one at a time for each session",
-    "sessions": "the gateway's own, once for each connection, in pages of bounded bytes",
-    "stats": "the gateway's own, at a fixed pace",
-    "adopt": "the gateway's own, after a calibration",
-    "measure": "an admin's; one measurement runs at a time, in idle steps",
-    "limit_tenants": "the gateway's own, at a fixed pace, where tenants have limits of bytes",
+    "sessions": "the gateway, once for each connection, in pages of bounded bytes",
+    "stats": "the gateway, at a fixed pace",
+    "adopt": "the gateway, after a calibration",
+    "measure": "an admin; one measurement runs at a time, in idle steps",
+    "limit_tenants": "the gateway, at a fixed pace, if tenants have limits of bytes",
 }
 INTRODUCTION = """
-A request is charged to its caller's key once, before its body is read. *Requests* are those of
-its limit `requests_per_minute`; what *computes* also takes one of `concurrent_requests` until its
-answer has ended, and waits while the key owes tokens. Beyond a limit the answer is 429 with
-`retry-after`. Bodies count in the budget of all bodies as their bytes come. Limits of keys are off
-until they are set; the bounds below always hold.
+For whoever sets limits for keys, or wants to know what one request can cost the server.
+
+A request is charged to its caller's key once, before its body is read. The column *requests* is
+what it takes of the limit `requests_per_minute`. A request that *computes* also takes one of
+`concurrent_requests` until its answer has ended, and waits while the key owes tokens. Beyond a
+limit the answer is 429 with `retry-after`. Keys have no limits until you set some; the bounds below
+always hold. Bodies count in the memory for all bodies as their bytes arrive.
 """
 SETTINGS: Final = """
-A name with a dot is a setting, given with its default; the other figures are constants.
+Names with a dot are settings, with their defaults in brackets; the other figures are constants.
 """
 
 
@@ -79,15 +81,15 @@ def route_costs_page() -> str:
 
 
 def _bounds() -> list[tuple[str, str, str]]:
-    """What is bounded, by how much, and the files that do it, one after the other."""
+    """Return rows: what is bounded, the bound, and the files that enforce it."""
     gateway, turns, store = GatewayConfig(), SchedulerConfig(), StoreConfig()
     queued = f"`store.save_queue_bytes` ({show_bytes(store.save_queue_bytes)})"
     at_once = f"`engine.max_batch` + {SPARE_PLACE} sequences at once"
     return [
         (
             "connections",
-            f"{connections.MAX_CONNECTIONS:,}, as far as the limit of open files allows;"
-            f" {gateway.max_connections_per_address} of one address",
+            f"{connections.MAX_CONNECTIONS:,}, or as many as the limit of open files allows;"
+            f" {gateway.max_connections_per_address} from one address",
             "gateway/edge/connections.py",
         ),
         (
@@ -99,12 +101,12 @@ def _bounds() -> list[tuple[str, str, str]]:
         (
             "its body",
             f"`gateway.max_body_bytes` ({show_bytes(gateway.max_body_bytes)}), unpacked;"
-            f" {bodies.MAX_WEIGHT:,} values, a list as four and an object as eight;"
+            f" {bodies.MAX_WEIGHT:,} values, where a list counts as four and an object as eight;"
             f" {gateway.body_timeout_s:g} s",
             "gateway/request/body.py engines/http.py gateway/edge/bodies.py",
         ),
         (
-            "all bodies together, with stored objects that requests go on from",
+            "all bodies together, with the stored objects that requests continue",
             f"{show_bytes(gateway.max_bodies_bytes)}, three quarters of it for one tenant",
             "gateway/config.py gateway/edge/bodies.py",
         ),
@@ -112,7 +114,7 @@ def _bounds() -> list[tuple[str, str, str]]:
             "fields of a chat",
             f"{_longest('messages'):,} messages, {MAX_PARTS:,} parts in all,"
             f" {_longest('tools')} tools, {_largest('n')} answers;"
-            f" of completions {MAX_ANSWERS} answers",
+            f" {MAX_ANSWERS} answers of a text completion",
             "engines/openai/requests.py",
         ),
         (
@@ -123,24 +125,25 @@ def _bounds() -> list[tuple[str, str, str]]:
         (
             "turns in line",
             f"{turns.max_waiting}, for {turns.max_wait_s:g} s; `scheduler.max_running` run at once"
-            f" (as many as the engine computes together; {PLACES_ELSEWHERE} on one elsewhere)",
+            f" (as many as the engine computes together; {PLACES_ELSEWHERE} on an engine given by"
+            " its URL)",
             "scheduler/config.py scheduler/admission.py",
         ),
         (
             "the time of an answer",
-            f"{gateway.request_timeout_s:,g} s; of a question about tokens"
-            f" {question.QUESTION_S:g} s",
+            f"{gateway.request_timeout_s:,g} s; {question.QUESTION_S:g} s for a question about"
+            " tokens",
             "gateway/config.py gateway/relay/turn_response.py gateway/relay/question.py",
         ),
         (
-            "a reader that takes nothing",
-            f"{gateway.client_stall_s:g} s; {show_bytes(answer.MAX_HELD_BYTES)} of an event that"
-            f" is not whole, {show_bytes(answer.MAX_EVENT_BYTES)} of one that is translated",
+            "a client that stops reading",
+            f"{gateway.client_stall_s:g} s; {show_bytes(answer.MAX_HELD_BYTES)} of an incomplete"
+            f" event are kept, {show_bytes(answer.MAX_EVENT_BYTES)} of one that is translated",
             "gateway/config.py gateway/relay/passthrough.py gateway/relay/answer.py",
         ),
         (
             "live KV on mlx",
-            f"`engine.hot_bytes` with all others; {at_once}",
+            f"`engine.hot_bytes` for all requests together; {at_once}",
             "engines/mlx_worker/batch/admission.py",
         ),
         (
@@ -168,15 +171,15 @@ def _bounds() -> list[tuple[str, str, str]]:
         ),
         (
             "a grammar",
-            "seconds of a core and memory: when it is tried (`MAX_CPU_S`, `MAX_GROWTH_BYTES`), and"
-            " while an answer is written (`MAX_LEXER_STATES`, `MAX_MASK_S`, `MAX_MASKS_S`)",
+            "seconds of a core, and memory: while it is tried (`MAX_CPU_S`, `MAX_GROWTH_BYTES`),"
+            " and while an answer is written (`MAX_LEXER_STATES`, `MAX_MASK_S`, `MAX_MASKS_S`)",
             "engines/host/grammar_trial.py engines/host/grammar.py",
         ),
         (
             "stored objects of a tenant",
             f"`gateway.stored_bytes` ({show_bytes(gateway.stored_bytes)}), `gateway.stored_days`"
             f" ({gateway.stored_days:g}); {objects.MAX_ITEMS:,} items in one;"
-            f" {stored.THREADS_PER_TENANT} threads, {stored.MAX_WAITING} questions that wait",
+            f" {stored.THREADS_PER_TENANT} threads, {stored.MAX_WAITING} waiting requests",
             "gateway/config.py gateway/stored/objects.py gateway/stored/stored.py",
         ),
     ]
@@ -187,7 +190,7 @@ def _files(names: str) -> str:
 
 
 def _longest(field: str) -> int:
-    """The longest list that a field of a chat may have."""
+    """Return the length of the longest list that a field of a chat may have."""
     return int(_schema(field)["maxItems"])
 
 

@@ -10,12 +10,14 @@ from launch.settings.sources import Fields
 from launch.settings.units import shown
 
 INTRODUCTION = """
-What each setting takes, and its default before the machine and a profile are looked at (budgets
-in bytes are then fitted to the machine). What they mean: [Configuration](../configuration.md);
-what they are on your machine, and why: `thermocline config`.
+For whoever looks up a setting: the values that it takes, and its default. Defaults are those
+before a profile is applied and budgets in bytes are fitted to the machine; `thermocline config`
+shows the values on your machine and their sources. [Configuration](../configuration.md) explains
+what the settings do.
 
-Every setting has a variable, too: `engine.hot_bytes` is `THERMOCLINE_ENGINE__HOT_BYTES`. The ones
-with a flag have it in `thermocline serve`; any other is set by `--set NAME=VALUE`.
+Every setting can be given by an environment variable: `engine.hot_bytes` by
+`THERMOCLINE_ENGINE__HOT_BYTES`. Flags are those of `thermocline serve`; settings without one are
+set by `--set NAME=VALUE`.
 """
 
 
