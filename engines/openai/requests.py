@@ -122,7 +122,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_schemas(self) -> bool:
         """True if a compiler or the model's template will get JSON schemas of the client."""
-        return bool(self.offered_tools or self.response_format or self.structured_outputs)
+        return any((self.offered_tools, self.response_format, self.structured_outputs is not None))
 
     @property
     def held_schemas(self) -> Sequence[HeldSchema]:
@@ -138,7 +138,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
                 counted.add(field, tool.function.parameters, of_call=True)
         if self.response_format is not None and self.response_format.json_schema is not None:
             counted.add("response_format", self.response_format.json_schema.schema)
-        counted.add_structured_outputs(self.structured_outputs or {})
+        counted.add_structured_outputs(self.structured_outputs)
         return counted
 
     @property

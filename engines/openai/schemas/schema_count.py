@@ -32,6 +32,8 @@ MAX_ALL_OF: Final = 64
 # second for each.
 MAX_LENGTHS: Final = 8
 FREE_LENGTH: Final = 32
+# vLLM's ``structured_outputs`` has one of these.
+_FORMS: Final = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 _REPEAT: Final = re.compile(r"\{(\d{1,9})(?:,(\d{0,9}))?\}")
 # A repeat, a class of characters, an escaped character, or any other one.
@@ -80,12 +82,17 @@ class SchemaCount:
         self._count_pattern(field, pattern)
         self._check_all(field)
 
-    def add_structured_outputs(self, wanted: Mapping[str, object]) -> None:
+    def add_structured_outputs(self, wanted: Mapping[str, object] | None) -> None:
         """Add the counts of vLLM's ``structured_outputs``: a schema, pattern, choices or grammar.
 
         Raises:
-            FieldError: with it, the schemas exceed a limit.
+            FieldError: it asks for nothing; or with it, the schemas exceed a limit.
         """
+        if wanted is None:
+            return
+        if all(wanted.get(x) in (None, False, "", []) for x in _FORMS):
+            forms = ", ".join(_FORMS)
+            raise FieldError("structured_outputs", f"it has none of {forms}: leave it out")
         for name, value in wanted.items():
             field = f"structured_outputs.{name}"
             if name == "regex" and isinstance(value, str):

@@ -34,6 +34,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "stop": ("", ["x"] * 17, "x" * 100_000),
     "messages": ("hi", [], HELLO["messages"] * 100_000),
     "model": ("", 5),
+    "structured_outputs": (5, {}, {"json": None}, {"choice": []}, {"chioce": ["a"]}),
 }
 ALONE: list[dict[str, Any]] = [
     *({"top_k": -2}, {"min_p": 1.5}, {"presence_penalty": 3}, {"repetition_penalty": 0}),
