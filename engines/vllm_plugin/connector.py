@@ -160,7 +160,8 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._scheduler.tracker.finished(request, block_ids)
+        self._scheduler.tracker.finished(request, block_ids)
+        return False, None  # vLLM would show it to the client
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler.has_work

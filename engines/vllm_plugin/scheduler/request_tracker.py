@@ -181,8 +181,8 @@ class RequestTracker:
 
     # ---- the turn ends
 
-    def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
-        """Plan the save of a request that has ended, and return the report for its client.
+    def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> TrackedRequest | None:
+        """Plan the save of a request that has ended, and forget the request.
 
         ``tables``: its blocks, by group. Returns None if the request is not known.
         """
@@ -199,11 +199,7 @@ class RequestTracker:
         if tracked.session is not None:
             self._saves.end_turn(request, tracked.session, tables, filled=not is_loading)
             self._on_turn_end(tracked.session)
-        return {
-            "restored_tokens": tracked.num_restored,
-            "tier": tracked.tier,
-            "reason": tracked.reason,
-        }
+        return tracked
 
     @property
     def has_work(self) -> bool:

@@ -42,6 +42,10 @@ from tests.vllm.rig.device import skip_without_device
 BLOCK = 32
 POOL_BLOCKS = 40  # room for two of the tests' sessions: a third one evicts for real
 TOKEN = "secret"
+REPORTING = {
+    "kv_connector": "ReportingConnector",
+    "kv_connector_module_path": "tests.vllm.rig.reporting",
+}
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -95,7 +99,7 @@ class RealEngine:
             store=store, runtime_dir=str(folder), disk_path=str(folder / "disk"), token=TOKEN
         )
         ours = msgspec.json.decode(transfer_config(write_settings(self.settings)))
-        transfer = KVTransferConfig(**(ours | (connector or {})))
+        transfer = KVTransferConfig(**(ours | REPORTING | (connector or {})))
         defaults: dict[str, Any] = {
             "dtype": "float32",
             "max_model_len": POOL_BLOCKS * BLOCK - BLOCK,

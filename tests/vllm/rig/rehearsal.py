@@ -20,18 +20,19 @@ import torch
 import tests.vllm.rig.device_attention  # noqa: F401  vLLM is given it by that
 from engines.vllm_plugin.blocks.blocks import Blocks
 from engines.vllm_plugin.blocks.paging import PagedCache
-from engines.vllm_plugin.connector import BlockAcks, ThermoclineConnector
+from engines.vllm_plugin.connector import BlockAcks
 from engines.vllm_plugin.device.checked_blocks import CheckedBlocks
 from engines.vllm_plugin.device.device_check import blocks_on
 from engines.vllm_plugin.measuring.model_access import ModelView
 from engines.vllm_plugin.support import Unsupported
 from kvstore.store.cold_store import ColdStore
 from tests.lazy_device import LazyDevice
+from tests.vllm.rig.reporting import ReportingConnector
 
 REHEARSED: Final = "rehearsed"
 
 
-class RehearsedConnector(ThermoclineConnector):
+class RehearsedConnector(ReportingConnector):
     """Keeps in a file how much was asked of the device, its check left out.
 
     The file is written after each step that saved something: vLLM kills a worker whose end takes

@@ -40,6 +40,7 @@ def test_where_the_prompts_kv_came_from(vllm_server):
     assert tokens > 400
     text = [json.loads(x)["choices"][0]["message"]["content"] for x in (first, back)]
     assert text[0] == text[1]
+    assert json.loads(back).get("kv_transfer_params") is None, "it is between us and vLLM"
 
 
 def test_a_stream_says_it_too(vllm_server):

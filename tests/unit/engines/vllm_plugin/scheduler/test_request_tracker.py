@@ -154,7 +154,7 @@ def test_a_failed_load_is_not_offered_again(bench):
     assert sum(isinstance(x, Stage) for x in bench.ranks.sent) == 1
     request.num_computed_tokens = len(PROMPT)
     outcome = bench.tracker.finished(request, [ids])
-    assert outcome == {"restored_tokens": 0, "tier": "ram", "reason": "corrupt"}
+    assert (outcome.num_restored, outcome.tier, outcome.reason) == (0, "ram", "corrupt")
 
 
 def test_the_failure_may_be_reported_a_step_earlier(bench):

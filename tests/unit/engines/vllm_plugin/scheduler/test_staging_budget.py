@@ -95,7 +95,7 @@ def test_none_waits_for_room_where_a_rank_is_silent(bench):
     requests = waiting(bench, "a", "b", "c", "d")
     bench.now[0] += 15
     assert [bench.tracker.match(x, 0) for x in requests] == [(0, False)] * 4
-    assert bench.tracker.finished(requests[3], [[]])["reason"] == "deadline"
+    assert bench.tracker.finished(requests[3], [[]]).reason == "deadline"
 
 
 def test_a_rank_that_was_silent_before_a_request_came_is_asked_again(bench):
