@@ -10,6 +10,9 @@ forced call, our subclasses of the parsers request the enforcement that ``strict
 prompt does not change. Lengths of strings are not enforced: xgrammar takes up to two seconds of a
 core for each. Keywords that its compiler does not enforce are left out, as in every schema
 (``openai.schemas``), since vLLM would refuse the request.
+
+A forced call that ``max_tokens`` cuts keeps its arguments so far, as at OpenAI. vLLM's parsers find
+it in a stream only, and would show a whole answer with the raw text of the call.
 """
 
 from __future__ import annotations
@@ -18,6 +21,11 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from vllm.entrypoints.generate.base.protocol import (
+    ExtractedToolCallInformation,
+    FunctionCall,
+    ToolCall,
+)
 from vllm.tool_parsers import ToolParser, ToolParserManager
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
@@ -60,8 +68,33 @@ def held_to_schema(parser: type[ToolParser]) -> type[ToolParser]:
                 _written(request, for_calls), reasoning=reasoning, strict_level=strict_level
             )
 
+        def extract_tool_calls(self, model_output: str, request: Any) -> Any:
+            found = super().extract_tool_calls(model_output, request)
+            if found.tools_called or request.tool_choice in _FREE:
+                return found
+            return _cut_calls(parser(self.model_tokenizer, self.tools), model_output, request)
+
     HeldParser.__name__ = parser.__name__
     return HeldParser
+
+
+def _cut_calls(parser: ToolParser, text: str, request: Any) -> ExtractedToolCallInformation:
+    """Read calls, of which the last is not complete, as a stream with one part.
+
+    ``parser``: a new one.
+    """
+    ids = parser.model_tokenizer.encode(text, add_special_tokens=False)
+    read = parser.extract_tool_calls_streaming("", text, text, [], ids, ids, request)
+    calls: dict[int, FunctionCall] = {}
+    for part in read.tool_calls if read is not None else ():
+        call = calls.setdefault(part.index, FunctionCall(name="", arguments=""))
+        call.name += part.function.name or ""
+        call.arguments += part.function.arguments or ""
+    return ExtractedToolCallInformation(
+        tools_called=bool(calls),
+        tool_calls=[ToolCall(function=x) for x in calls.values()],
+        content=read.content if read is not None and calls else text,
+    )
 
 
 def _held_as_json(parser: type[ToolParser]) -> type[ToolParser]:

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from vllm.config import StructuredOutputsConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-from vllm.tool_parsers import ToolParser
+from vllm.tool_parsers import ToolParser, ToolParserManager
 from vllm.v1.structured_output.backend_guidance import has_guidance_unsupported_json_features
 
 from engines.openai.errors import InvalidRequest
@@ -213,6 +213,23 @@ def test_an_answer_goes_on_from_the_assistants_own_words(vllm_server: Served) ->
     assert status == 200, answer
     assert answer["choices"][0]["message"]["content"].startswith("Her name is")
     assert answer["usage"]["prompt_tokens"] < other["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("cut", "arguments"),
+    [("}", '{"name": "Ann"}'), ('"}}', '{"name": "Ann'), (' {"name": "Ann"}}', "")],
+)
+def test_a_forced_call_that_is_cut_keeps_its_arguments_so_far(cut: str, arguments: str) -> None:
+    hermes = held_to_schema(ToolParserManager.get_tool_parser("hermes"))
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    request = ChatCompletionRequest.model_validate({"messages": [], **forced(SMALL)})
+    text = '<tool_call>\n{"name": "write", "arguments": {"name": "Ann"}}'.removesuffix(cut)
+    found = hermes(tokenizer, request.tools).extract_tool_calls(text, request)
+    (call,) = found.tool_calls
+    assert (call.function.name, call.function.arguments) == ("write", arguments)
+    assert not found.content
+    beginning = hermes(tokenizer, request.tools).extract_tool_calls(text[:24], request)
+    assert (beginning.tool_calls, beginning.content) == ([], text[:24])
 
 
 def test_forced_calls_that_vllm_writes_as_one_schema() -> None:
