@@ -15,6 +15,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engines.openai.json_bodies import decoded
 from engines.openai.requests import InvalidRequest
 from gateway.edge.key_list import KeyListFixed
 from gateway.errors import Failure
@@ -62,6 +63,9 @@ class NewKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     disk_bytes: int | None = None
 
 
+_new_keys = msgspec.json.Decoder(NewKey)
+
+
 @router.get("/admin/keys")
 async def list_keys(request: Request) -> Response:
     """List the API keys by their ids, with their limits."""
@@ -75,10 +79,7 @@ async def make_key(request: Request) -> Response:
     """Make an API key; this answer is the only one that shows it."""
     gateway = for_admin(request)
     body = await read_json_body(request, gateway.config)
-    try:
-        wanted = msgspec.json.decode(body or b"{}", type=NewKey)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"The body is {{'tenant': NAME}}: {error}.", "tenant") from error
+    wanted = decoded(body or b"{}", _new_keys)
     try:
         key, line = generate_key(wanted.tenant)
         line += _words(wanted)

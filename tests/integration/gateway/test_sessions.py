@@ -281,9 +281,14 @@ async def test_a_key_is_made_used_and_revoked_while_the_server_runs(root):
     for path in ("/v1/sessions", "/v1/snapshot"):
         status, _ = await carol.ask("GET", path)
         assert status == 401
-    for body in ({"tenant": "no/name"}, {"tenant": "x", "sessions": -1}, {}):
-        status, _ = await root.ask("POST", "/admin/keys", body)
-        assert status == 400, body
+    for field, body in (
+        ("tenant", {"tenant": "no/name"}),
+        ("tenant", {"tenant": "x", "sessions": -1}),
+        ("tenant", {}),
+        ("ram_bytes", {"tenant": "x", "ram_bytes": "4MiB"}),
+    ):
+        status, refusal = await root.ask("POST", "/admin/keys", body)
+        assert (status, refusal["error"]["param"]) == (400, field), body
 
 
 async def test_an_admin_reads_findings_and_has_the_model_measured(root):
