@@ -73,7 +73,9 @@ class RequestTracker:
             return
         session = session_of(request)
         restoring = Restoring.OPEN if request.lora_request is None else Restoring.OVER
-        self._requests[request.request_id] = TrackedRequest(request, session, restoring=restoring)
+        self._requests[request.request_id] = TrackedRequest(
+            request, session, why_none=self._resident.why_none(session), restoring=restoring
+        )
         if session is not None:
             self._resident.begin(session)
 

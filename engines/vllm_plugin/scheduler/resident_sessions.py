@@ -26,7 +26,7 @@ from typing import Any, Final, Protocol
 
 from engines.vllm_plugin.groups import DENSE, Groups
 from kvstore.blobs.chain import num_common
-from kvstore.session import SessionName, SessionRef
+from kvstore.session import MissReason, SessionName, SessionRef
 
 MAX_SESSIONS: Final = 4096
 LOOKUPS: Final = 3  # tries for one block, if vLLM's thread disturbs them; a try takes microseconds
@@ -56,6 +56,7 @@ class ResidentSession:
     num_saves: int = 0  # planned, and not yet copied out by every rank
     dropping: bool = False  # its blocks leave the prefix cache in vLLM's next step
     reported_hot: bool = False  # in the last report to the gateway
+    too_short: bool = False  # its last turn had less than a chunk, so nothing was saved
 
 
 _UNKNOWN: Final = ResidentSession()
@@ -94,10 +95,10 @@ class ResidentSessions:
             self._sessions.move_to_end(session.name)
             self._forget_oldest()
 
-    def end(self, session: SessionRef, hashes: Sequence[bytes]) -> None:
+    def end(self, session: SessionRef, hashes: Sequence[bytes], *, too_short: bool = False) -> None:
         """Note that a turn is over, and that the session now consists of these blocks.
 
-        ``hashes``: empty = the blocks have not changed.
+        ``hashes``: empty = the blocks have not changed. ``too_short``: they have no full chunk.
         """
         with self._lock:
             entry = self._sessions.get(session.name)
@@ -105,6 +106,7 @@ class ResidentSessions:
                 return
             entry.num_requests -= 1
             entry.last_used_s = self._monotonic()
+            entry.too_short = too_short
             if hashes:
                 entry.hashes, entry.boundary = list(hashes), len(hashes)
                 if self._groups.states:
@@ -128,6 +130,13 @@ class ResidentSessions:
             del self._sessions[name]
 
     # ---- looking
+
+    def why_none(self, session: SessionRef | None) -> MissReason:
+        """Return why nothing is stored of a prompt that has no full chunk."""
+        entry = _UNKNOWN if session is None else self._known(session.name)
+        if entry.too_short:
+            return "too-short"
+        return "diverged" if entry.hashes else "never-stored"
 
     def _known(self, name: SessionName) -> ResidentSession:
         return self._sessions.get(name, _UNKNOWN)

@@ -68,6 +68,8 @@ class Restores:
             return 0, False
         first = num_computed_tokens // self._blocks.block_tokens
         last = self._blocks.num_restorable(request)
+        if not last:
+            tracked.reason = tracked.why_none
         if first >= last or not self._ranks.ready:
             self.release(tracked)
             return 0, False
@@ -102,7 +104,7 @@ class Restores:
             return True
         restore.staged = self._ranks.staged(restore.ticket, self._wait_s(idle))
         if restore.staged is not None:
-            tracked.reason = restore.staged.reason
+            tracked.note_staged(restore.staged.reason)
             return True
         now = self._monotonic()
         if now - restore.asked_at < self._deadline_s:

@@ -44,8 +44,11 @@ class TokenBlocks:
 
         At least one token must be computed, because the answer is sampled from its output.
         """
-        num_full: int = (request.num_tokens - 1) // self.block_tokens
-        return self.in_chunks(min(num_full, len(request.block_hashes)))
+        return min(self.num_in_chunks(request), self.in_chunks(len(request.block_hashes)))
+
+    def num_in_chunks(self, request: Any) -> int:
+        """The number of blocks of full chunks in all tokens but the last, which is not computed."""
+        return self.in_chunks((request.num_tokens - 1) // self.block_tokens)
 
     def computed_hashes(self, request: Any, num_blocks: int) -> list[bytes]:
         """The hashes of the fully computed blocks, from the first on; at most ``num_blocks``.
@@ -102,10 +105,16 @@ class TrackedRequest:
     restored_tokens: int = 0
     tier: TierName | None = None
     reason: MissReason | None = None
+    why_none: MissReason = "never-stored"  # see ``ResidentSessions``
     reported: bool = False
     # The request that it last waited for (``PrefillsInFlight``): its id and its computed tokens.
     awaited: tuple[str, int] | None = None
     num_stalled: int = 0  # checks since then in which that request had computed no more
+
+    def note_staged(self, reason: MissReason | None) -> None:
+        """Note the ranks' reason. They are not informed of a session that is too short to save."""
+        is_short = reason == "never-stored" and self.why_none == "too-short"
+        self.reason = self.why_none if is_short else reason
 
     @property
     def num_restored(self) -> int:

@@ -59,7 +59,8 @@ class TurnSaves:
             ids = self._blocks.computed_ids(request, end)
             job, used = next(self._jobs), list(block_ids[:end])
             self._plan(Save(job, session, hashes[:end], used, states, ids=ids))
-        self._resident.end(session, hashes)
+        is_short = not self._blocks.num_in_chunks(request)
+        self._resident.end(session, hashes, too_short=is_short)
 
     def _states_to_keep(self, request: Any, hashes: Sequence[bytes]) -> dict[int, list[int]]:
         """The newest state at a chunk's end, and the newest within the prompt, by boundary.

@@ -112,6 +112,28 @@ def test_the_cache_header(reason, tokens, expected):
     assert TrackedRequest(None, None, reason=reason).outcome(tokens).header() == expected
 
 
+def header_of_a_miss(bench, tokens: list[int]) -> str:
+    """The cache header of a prompt of the session of which vLLM and the ranks have nothing."""
+    request = bench.add(tokens, name="x-tcm" + "0" * 24)
+    if bench.tracker.match(request, 0) == (None, False):
+        bench.ranks.answer(0, tier=None, reason="never-stored")
+        assert bench.tracker.match(request, 0) == (0, False)
+    bench.tracker.take_step([(request.request_id, 0)], [])
+    bench.tracker.finished(request, [[]])
+    return bench.admitted[-1][1]
+
+
+def test_a_session_of_less_than_a_chunk_is_said_to_be_too_short(bench):
+    short, miss = tokens_of(1, 2), "miss; tokens=0; reason="
+    assert header_of_a_miss(bench, PROMPT) == f"{miss}never-stored"
+    assert header_of_a_miss(bench, short) == f"{miss}never-stored"
+    assert bench.end_turn(short) == []
+    assert header_of_a_miss(bench, short) == f"{miss}too-short"
+    assert header_of_a_miss(bench, PROMPT) == f"{miss}too-short"
+    assert bench.end_turn(PROMPT) != []
+    assert header_of_a_miss(bench, short) == f"{miss}diverged"
+
+
 def test_it_says_how_far_the_requests_of_sessions_are(bench):
     request = Request(PROMPT, num_prompt_tokens=len(PROMPT), num_output_tokens=0)
     request.num_computed_tokens = 24  # restored or hot
