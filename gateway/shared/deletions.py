@@ -36,7 +36,7 @@ MAX_OWED: Final = 10_000  # deletions that wait for Redis, and for engines
 AT_ONCE: Final = 200  # sessions whose tombstones are read together
 REMOVED_AT_ONCE: Final = 8
 NEAR_S: Final = 0.05  # the error of two servers' clocks, within which the deletion wins
-STALE_S: Final = 60.0  # an older message is a replay
+STALE_S: Final = 60.0  # an older message may be a replay
 AGAIN_S: Final = 2.0
 FIRST_LOOK_S: Final = 3.0  # for which an engine's first list waits for tombstones
 WAIT_S: Final = 0.1  # for which the first turn of a session waits for its tombstone
@@ -176,7 +176,8 @@ class SharedDeletions:
                     self._subscribed.set()
                     async for raw in messages:
                         await self._redis.look_at_clock()  # notices if it has jumped
-                        self.receive(raw)
+                        if (late := self.receive(raw)) is not None:
+                            await self._look_at(late)
             except TierUnavailable as error:
                 if self._subscribed.is_set():
                     log.warning("deletions at other servers are not received: %s", error)
@@ -184,12 +185,17 @@ class SharedDeletions:
                 self._subscribed.clear()
             await asyncio.sleep(1.0)
 
-    def receive(self, raw: bytes) -> None:
-        """Apply a message; ignore replays, our own, and those that our secret did not seal."""
+    def receive(self, raw: bytes) -> Deleted | None:
+        """Apply a message; ignore our own, and those that our secret did not seal.
+
+        Returns an old message, which is not applied: it is a replay, or this server was suspended.
+        """
         message = self._names.open(self._names.channel, raw, _messages)
         now = self._redis.now() or 0.0
-        if message is None or message.sender == self._sender or now - message.at > STALE_S:
-            return
+        if message is None or message.sender == self._sender:
+            return None
+        if now - message.at > STALE_S:
+            return message
         for number, model in enumerate(self._models):
             if message.model in (ANY, model.label):
                 for id in message.ids:
@@ -197,6 +203,14 @@ class SharedDeletions:
                     began = self.began(key)
                     if began is not None and began < message.at + NEAR_S:
                         self.remove(key)
+        return None
+
+    async def _look_at(self, message: Deleted) -> None:
+        """Read the tombstones of an old message's sessions that are known here."""
+        for number, model in enumerate(self._models):
+            known = [x for x in message.ids if model.sessions.table.row(message.tenant, x)]
+            for id in await self._deleted(number, message.tenant, known):
+                self.remove(OwnSession(number, message.tenant, id))
 
     def began(self, key: OwnSession) -> float | None:
         """Return when a session began, by the Redis server's clock.

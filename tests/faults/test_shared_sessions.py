@@ -322,6 +322,18 @@ async def test_a_message_that_is_sent_once_more_deletes_nothing_new(make, client
     assert b.own() == ["again"]
 
 
+async def test_a_server_that_was_suspended_looks_at_the_tombstones_of_old_messages(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+):
+    """They wait in its connection, which Redis keeps open."""
+    monkeypatch.setattr("gateway.shared.deletions.STALE_S", -1.0)  # every message is old
+    a, b = await both(make, "gone", "stays")
+    assert await a.delete("gone")
+    await eventually(lambda: b.own() == ["stays"])
+    await b.shared.deletions.removed()
+    assert ("alice", "gone") not in b.engine.held
+
+
 async def test_an_engine_that_refuses_to_forget_is_asked_again(make: Make):
     a, b = await both(make, "gone")
     forget, refusals = b.engine.forget, [EngineUnavailable("not now")] * 2
