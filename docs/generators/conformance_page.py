@@ -44,8 +44,8 @@ are not:
   `$` at the ends, groups three deep, no lookahead or lookbehind, flags, `\\b` or `\\p`;
 - formats other than OpenAI's and `uri`; a format beside an enforced pattern, a `const` or an
   `enum` (`strict` permits these);
-- bounds of numbers that are not whole or lie beyond 2**53; `multipleOf` of other numbers than
-  integers; numbers beyond 64 bits in `enum` and `const`;
+- bounds of numbers that are not whole; numbers beyond 2**53 in bounds, `enum` and `const`;
+  `multipleOf` of other numbers than integers;
 - names that a closed object requires but does not list in `properties`;
 - in a recursive schema, keywords beside a `$ref` or beside choices (`anyOf` and the like);
 - malformed schemas, in all tools that the model is shown: a property whose schema is a string may
@@ -55,8 +55,9 @@ In calls on vLLM these are not enforced either, since its compiler ignores them:
 (`strict` permits these), patterns of a part of a string or with `.`, `\\s` or an excluding class,
 `allOf` of several schemas, a `$ref` or choices beside other keywords, a `type` beside choices,
 required properties that are not listed, bounds, patterns and formats without a `type`, `multipleOf`
-beside bounds, and keywords beside `enum` or `const`. There, properties or items without a `type`
-mean an object or a list.
+beside bounds, keywords beside `enum` or `const`, and further properties beside one whose name has a
+quote, a backslash, a control character or one beyond ASCII. There, properties or items without a
+`type` mean an object or a list.
 
 `oneOf` is enforced as `anyOf`, and not named in the header. Unknown keywords have no effect.
 A `$ref` that leads back to itself in every value is refused. Tuples of older drafts, a list of

@@ -23,6 +23,7 @@ from engines.openai.schemas.keywords import (
     SPARED,
     have_type,
     is_about,
+    types_of,
 )
 from engines.openai.schemas.refs import Refs, escaped, ref_to
 
@@ -165,6 +166,10 @@ class _SchemaWriter:
             if _MARKED & made.keys():  # xgrammar may confuse two schemas that differ only in these
                 self._num_marked += 1
                 made["x-at"] = str(self._num_marked)
+            elif "object" in types_of(made):  # xgrammar allows only an empty one
+                made.setdefault("additionalProperties", True)
+            if not KEYWORDS["additionalProperties"].in_calls(True, made):
+                return made
         opened = {key for key in lost if KEYWORDS[key].opens}
         if opened and {"type", "properties", "additionalProperties", "required"} & made.keys():
             if is_about(KEYWORDS["properties"], made):

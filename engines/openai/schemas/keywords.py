@@ -19,8 +19,7 @@ from engines.openai.messages import Json
 Condition: TypeAlias = Callable[[Any, Json], bool]  # of a value, and of the schema that has it
 
 _MAX_SIZE: Final = 2**31  # xgrammar takes no larger ones, llguidance up to twice as large
-_FARTHEST: Final = 2**53  # of bounds: from there on a double is no longer each whole number
-_SENDABLE: Final = range(-(2**63), 2**64)  # that vLLM's processes send each other
+_FARTHEST: Final = 2**53  # of numbers: from there on a double is no longer each whole number
 FORMATS: Final = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
@@ -58,6 +57,8 @@ _WIDE: Final = _run(r"\.", r"\\[sS]", rf"\[\^-?(?:{_IN_CLASS})*+-?\]")
 _PLAIN: Final = re.compile(rf"\^?(?:{_WIDE})?\$?(?:\|\^?(?:{_WIDE})?\$?)*", re.ASCII)
 # xgrammar matches a pattern with the whole text, and lets ``.`` match no escaped character.
 _WHOLE: Final = re.compile(rf"\^(?:{_run()})?\$", re.ASCII)
+# In an open object xgrammar lets a property with another name be any value, and its JSON be broken.
+_NAME: Final = re.compile(r"[ !#-\[\]-~]*")
 
 
 def _always(value: Any, node: Json) -> bool:
@@ -131,11 +132,12 @@ def _is_divisor(value: Any) -> bool:
     return _is_number(value) and value > 0
 
 
-def _is_sendable(value: Any, node: Json) -> bool:
+def _is_exact(value: Any, node: Json) -> bool:
+    """Return whether a value has no large numbers; llguidance reads them as doubles."""
     waiting = [value]
     while waiting:
         part = waiting.pop()
-        if isinstance(part, int) and part not in _SENDABLE:
+        if isinstance(part, int | float) and abs(part) > _FARTHEST:
             return False
         waiting += part.values() if isinstance(part, dict) else []
         waiting += part if isinstance(part, list) else []
@@ -178,6 +180,10 @@ def _has_no_bounds(value: Any, node: Json) -> bool:
     return not _BOUNDS.keys() & node.keys()
 
 
+def _closes_or_has_plain_names(value: Any, node: Json) -> bool:
+    return value is False or all(map(_NAME.fullmatch, node.get("properties", ())))
+
+
 def _has_room(value: Any, node: Json) -> bool:
     return bool(value >= len(node.get("prefixItems", ())))
 
@@ -194,15 +200,17 @@ _BOUNDS: Final = _rows(
 )
 KEYWORDS: Final[dict[str, Keyword]] = {
     "type": Keyword(_is_type),
-    "const": Keyword(is_held=_is_sendable),
-    "enum": Keyword(_is_filled, is_held=_is_sendable),
+    "const": Keyword(is_held=_is_exact),
+    "enum": Keyword(_is_filled, is_held=_is_exact),
     "$ref": Keyword(_is(str), opens=True),
     **_rows("anyOf oneOf allOf", Keyword(_is_filled, inner="listed", opens=True)),
     **_rows("$defs definitions", Keyword(_is(dict), inner="named")),
     # Of objects.
     "properties": Keyword(_is(dict), "object", "named", opens=True),
     "required": Keyword(_is_names, "object", opens=True),
-    "additionalProperties": Keyword(_SCHEMA, "object", "one", opens=True),
+    "additionalProperties": Keyword(
+        _SCHEMA, "object", "one", in_calls=_closes_or_has_plain_names, opens=True
+    ),
     "patternProperties": Keyword(_is(dict), "object", "named", _never, opens=True),
     "dependentSchemas": Keyword(_is(dict), "object", "named", _never, opens=True),
     **_rows("dependencies dependentRequired", _UNHELD._replace(of="object", opens=True)),

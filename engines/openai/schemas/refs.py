@@ -130,7 +130,6 @@ def _needed(part: Any) -> Iterator[object]:
         if node.get("type") == "object":
             named = node.get("properties", {})
             waiting += [named[x] for x in node.get("required", []) if x in named]
-        if node.get("type") == "array" and node.get("minItems", 0) > len(
-            node.get("prefixItems", [])
-        ):
-            waiting.append(node.get("items"))
+        if node.get("type") == "array" and (least := node.get("minItems", 0)):
+            first = node.get("prefixItems", [])
+            waiting += first[:least] + [node.get("items")] * (least > len(first))

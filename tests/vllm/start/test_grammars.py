@@ -304,6 +304,10 @@ def needing(name: str, field: dict[str, Any]) -> dict[str, Any]:
     return {"properties": {name: field}, "required": [name]}
 
 
+def opened(name: str) -> dict[str, Any]:
+    return {"type": "object", **needing(name, LETTER), "additionalProperties": True}
+
+
 EITHER = {"type": "object", "anyOf": [needing("b", LETTER), {}], **needing("c", LETTER)}
 REF = needing("a", {"$ref": "#/$defs/A%3CB~1C%3E"})
 ESCAPED = {"type": "object", **REF, "$defs": {"A<B/C>": LETTER}}
@@ -341,6 +345,10 @@ def takes_call(schema: dict[str, Any], text: str) -> bool:
         ({"type": "object", "required": ["b"]}, ['{"b":1}', "{}"], ["1"]),
         ({"properties": {"a": False, "c": LETTER}, "type": "object"}, ['{"c":"x"}'], ["1"]),
         ({"type": "integer", "minimum": 1, "exclusiveMaximum": 3}, ["1", "2"], ["0", "3"]),
+        ({"type": "object", **needing("a", {"type": "object"})}, ['{"a":{"b":1}}'], ['{"a":1}']),
+        (opened("é"), ['{"é":"x"}'], ['{"é":"xy"}', '{"é":1}']),
+        (opened("\\"), ['{"\\\\":"x"}'], ['{"\\]":1}']),
+        (opened("~/ a"), ['{"~/ a":"x","b":2}'], ['{"~/ a":1}']),
         (ESCAPED, ['{"a":"x"}'], ['{"a":"xy"}', '{"a":1}']),
         (TITLED, ['{"a":{"title":"x"},"b":{"title":1}}'], [TITLE_OF_LETTERS]),
     ],

@@ -22,6 +22,8 @@ from tests.unit.engines.openai.asked import BYTES, CIRCLE, TEXT, ask, held, of, 
 from tests.unit.engines.openai.odd_schemas import OddSchemas, spellings
 
 OBJECT = {"type": "object"}
+OPEN = {"additionalProperties": True}
+ODD_NAMES = ("größe", "\\", '"', "\n", "\x7f")
 WHOLE = {"type": "integer"}
 UNHELD: list[tuple[dict[str, Any], str]] = [
     ({**OBJECT, "propertyNames": {"pattern": "a"}}, "propertyNames"),
@@ -39,7 +41,7 @@ UNHELD: list[tuple[dict[str, Any], str]] = [
     (of(type="number", maximum=0.5), "maximum"),
     (of(type="number", multipleOf=2), "multipleOf"),
     (of(**WHOLE, multipleOf=0.5), "multipleOf"),
-    (of(enum=[10**400]), "enum"),
+    *((of(**WHOLE, enum=[0, x]), "enum") for x in (10**400, 2**53 + 1, 1e20)),
     (of(const=[{"a": 2**64}]), "const"),
     ({**of(**TEXT), "required": ["a", "b"], "additionalProperties": False}, "required"),
     (of(**{"$ref": "#/$defs/a/anyOf/0"}) | {"$defs": {"a": {"anyOf": [TEXT]}}}, "$ref"),
@@ -64,6 +66,7 @@ UNHELD_IN_CALLS: list[tuple[dict[str, Any], str]] = [
     (of(**WHOLE, minimum=0, multipleOf=7), "multipleOf"),
     (of(type="array", items=[TEXT, TEXT], maxItems=1), "maxItems"),
     ({**OBJECT, "properties": {"a": False}}, "properties"),
+    *(({**OBJECT, "properties": {x: TEXT}, **OPEN}, "additionalProperties") for x in ODD_NAMES),
 ]
 
 
@@ -277,6 +280,7 @@ ENDLESS: list[dict[str, Any]] = [
     of(**{"$ref": "#/$defs/a~1b"}) | {"$defs": {"a/b": {"allOf": [{"$ref": "#/$defs/a~1b"}]}}},
     of(**CIRCLE),
     {"type": "array", "minItems": 1, "items": CIRCLE},
+    {"type": "array", "minItems": 1, "prefixItems": [CIRCLE]},
     {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}},
 ]
 
