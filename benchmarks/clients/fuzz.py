@@ -1,6 +1,7 @@
-"""Property-based requests made from our own /openapi.json: no answer may be a 5xx.
+"""Property-based tests of /openapi.json: no answer to a generated request may be a 5xx.
 
-schemathesis makes them, bounded in number; the fake engine answers, so that it takes a minute.
+schemathesis generates a bounded number of requests; the fake engine answers, so that it takes a
+minute.
 
     python -m benchmarks.clients.fuzz --cache ~/.cache/thermocline/agents
 """

@@ -1,4 +1,4 @@
-"""LangChain's standard tests of a chat model, run by ``sdks.py`` in the clients' environment."""
+"""LangChain's standard tests of a chat model; ``sdks.py`` runs them with the clients' Python."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Open WebUI, as its package installs it, before the sample model: two users at work.
+"""Open WebUI, as its package installs it, with the sample model: two users at work.
 
-Its own API is driven as its page would: chats that begin alike, an answer that is generated again,
-a question that is edited, an answer that is stopped, titles, tags and follow-up questions, and a
-chat that sleeps in between. A proxy notes the session of each request, and what of its prompt was
-reused. Everything stays on loopback. Installing takes minutes and some gigabytes.
+The benchmark calls Open WebUI's own API as its page does: chats that begin alike, an answer that is
+generated again, a question that is edited, an answer that is stopped, titles, tags and follow-up
+questions, and a chat that sleeps in between. A proxy records the session of each request, and how
+many tokens of its prompt were reused. Everything stays on loopback. Installing takes minutes and
+some gigabytes.
 
     python -m benchmarks.clients.open_webui --cache ~/.cache/thermocline/agents
 """
@@ -31,12 +32,12 @@ START_S: Final = 300.0
 TASK_S: Final = 600.0
 MODEL: Final = "SmolLM2-135M-Instruct"
 USER_HEADER: Final = "X-OpenWebUI-User-Id"
-STOPPED_S: Final = 3.0  # after the question
+STOPPED_S: Final = 3.0  # from the question until its answer is stopped
 TASKS: Final = ("title", "tags", "follow_up")
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "gateway": {"trust_user_header": USER_HEADER, "default_max_tokens": 48}
 }
-# Without these it looks for models at the hub, and for other engines.
+# Without these settings it looks for models at the hub, and for other engines.
 _OFF = ("ENABLE_OLLAMA_API", "ENABLE_VERSION_UPDATE_CHECK", "ANONYMIZED_TELEMETRY")
 _ON = ("OFFLINE_MODE", "ENABLE_FORWARD_USER_INFO_HEADERS", "BYPASS_MODEL_ACCESS_CONTROL")
 _OWN = {"HF_HUB_OFFLINE": "1", "RAG_EMBEDDING_ENGINE": "openai", "WEBUI_SECRET_KEY": "of this run"}
@@ -47,7 +48,7 @@ _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 def asked(
     url: str, body: Any = None, token: str = "", headers: dict[str, str] | None = None
 ) -> Any:
-    """Ask, by a POST if there is a body; returns the answer, still open."""
+    """Send a POST, or a GET without ``body``; return the answer, which the caller closes."""
     own = {"content-type": "application/json", **(headers or {})}
     if token:
         own["authorization"] = f"Bearer {token}"
@@ -56,6 +57,7 @@ def asked(
 
 
 def answer_to(url: str, body: Any = None, token: str = "") -> Any:
+    """Send a request as ``asked`` does, and return the JSON of its answer."""
     with asked(url, body, token) as answer:
         return json.load(answer)
 
@@ -74,7 +76,7 @@ class User(NamedTuple):
 
 
 class Chat:
-    """One chat of the page, as far as its model sees it."""
+    """One chat of the page, with the messages that its model gets."""
 
     def __init__(self, user: User, id: str) -> None:
         self.user, self.id = user, id
@@ -85,7 +87,7 @@ class Chat:
         self._answer()
 
     def again(self) -> None:
-        """Have the last answer generated again."""
+        """Generate the last answer again."""
         del self.messages[-1]
         self._answer()
 
@@ -103,7 +105,7 @@ class Chat:
         self._end(id)
 
     def tasks(self) -> None:
-        """Have the page's own prompts answered."""
+        """Send the prompts with which the page asks for a title, tags and follow-up questions."""
         body = {"model": MODEL, "messages": self.messages, "chat_id": self.id}
         for name in TASKS:
             answer_to(f"{self.user.url}/api/v1/tasks/{name}/completions", body, self.user.token)
@@ -112,7 +114,7 @@ class Chat:
         self._end(self._begin())
 
     def _begin(self) -> str:
-        """Ask as the page does; returns the id of the answer, which Open WebUI keeps."""
+        """Ask as the page does; return the id under which Open WebUI stores the answer."""
         id = str(uuid4())
         body = {
             "model": MODEL,
@@ -128,7 +130,10 @@ class Chat:
         return id
 
     def _end(self, id: str) -> None:
-        """Wait for the end of an answer, and take it from Open WebUI's own chat."""
+        """Wait for the end of an answer, and add it to the messages from Open WebUI's own chat.
+
+        Raises ``RuntimeError`` if the answer is empty.
+        """
         running = f"{self.user.url}/api/tasks/chat/{self.id}"
         while answer_to(running, token=self.user.token)["task_ids"]:
             time.sleep(0.25)
@@ -141,7 +146,7 @@ class Chat:
 
 @contextmanager
 def page(command: Path, recorder: Recorder, folder: Path) -> Iterator[str]:
-    """Start Open WebUI; yields its address."""
+    """Start Open WebUI; yield its address."""
     port = free_port()
     env = {**os.environ, **OFFLINE, "DATA_DIR": str(folder), "OPENAI_API_KEY": "none"}
     env["OPENAI_API_BASE_URL"] = f"{recorder.url}/v1"
@@ -158,7 +163,7 @@ def page(command: Path, recorder: Recorder, folder: Path) -> Iterator[str]:
 
 
 def users(url: str) -> tuple[User, User]:
-    """Make two users; the first of all is Open WebUI's admin."""
+    """Make two users; the first one is Open WebUI's admin."""
     secret = {"password": "a long enough one"}
     anna = {"name": "Anna", "email": "anna@example.com", **secret}
     boris = {"name": "Boris", "email": "boris@example.com", "role": "user", **secret}
@@ -168,7 +173,7 @@ def users(url: str) -> tuple[User, User]:
 
 
 def sleeps(server: str, chat: Chat, tenant: str) -> None:
-    """Put a chat to sleep; a copy that is being written is waited for."""
+    """Put a chat to sleep, and wait while its copy is being written."""
     for _ in range(80):
         path = f"{server}/v1/sessions/{chat.id}/demote"
         with asked(path, {}, headers={USER_HEADER: tenant}) as answer:
@@ -179,7 +184,7 @@ def sleeps(server: str, chat: Chat, tenant: str) -> None:
 
 
 def work(server: str, url: str) -> list[Chat]:
-    """Let both users chat."""
+    """Let both users chat; return their chats."""
     anna, boris = users(url)
     ids = {
         x.name: str(answer_to(f"{url}/api/v1/auths/", None, x.token)["id"]) for x in (anna, boris)
@@ -203,7 +208,7 @@ def work(server: str, url: str) -> list[Chat]:
 
 
 def report(chats: list[Chat], exchanges: list[Exchange], sessions: list[dict[str, Any]]) -> str:
-    """Say which sessions there were, and what of the prompts of returns was reused."""
+    """Return lines on the sessions, and on the tokens of later turns' prompts that were reused."""
     turns = [x for x in exchanges if x.session]
     lines, every = [], list[Exchange]()
     for chat in chats:

@@ -1,4 +1,4 @@
-"""The clients' packages in exact versions, and how they get into a folder outside the checkout."""
+"""The clients' packages in exact versions; installs them into a folder outside the checkout."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PYPI: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def npm(cache: Path, *names: str) -> Path:
-    """Install packages of npm that are not there in the right version; returns their folder."""
+    """Install packages of npm that are missing or of another version; return their folder."""
     folder = cache / "npm"
     folder.mkdir(parents=True, exist_ok=True)
     missing = [f"{x}@{NPM[x]}" for x in names if _npm_version(folder, x) != NPM[x]]
@@ -57,7 +57,7 @@ def _npm_version(folder: Path, name: str) -> str:
 
 
 def pypi(cache: Path, name: str) -> Path:
-    """Make an environment of Python's packages, unless it is there; returns its folder of commands.
+    """Return the folder of commands of an environment with Python packages; make it if needed.
 
     ``name``: a key of ``PYPI``.
     """
@@ -73,5 +73,5 @@ def pypi(cache: Path, name: str) -> Path:
 
 
 def run(command: list[str], folder: Path | None = None) -> None:
-    """Run a command whose words only count where it fails."""
+    """Run a command without its standard output; raise ``CalledProcessError`` if it fails."""
     subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL)

@@ -1,11 +1,10 @@
 """Coding agents as their packages install them, each with a small task of several turns.
 
 Codex, OpenCode, qwen-code, Claude Code (npm) and aider (PyPI) are installed into a folder of their
-own, configured for the server by ``thermocline connect``, without a key, and asked three things one
-after the other in one conversation. What counts is the wire: which requests came, none with an
-error, how much of the second and the third turn's prompt was reused, and which sessions the server
-made of them. A proxy in between counts; the model's words count for nothing. Everything stays on
-loopback.
+own, configured for the server by ``thermocline connect``, without a key, and asked three questions
+in one conversation. A proxy records the requests and their errors, how much of the second and the
+third turn's prompt was reused, and the sessions that the server made of them. What the model
+answers does not matter. Everything stays on loopback.
 
     python -m benchmarks.clients.real_agents --cache ~/.cache/thermocline/agents
     python -m benchmarks.clients.real_agents --engine vllm
@@ -47,12 +46,12 @@ TASK = (
 class Agent:
     """A client: its installer, and its command lines for a first and a later turn."""
 
-    name: str  # that ``thermocline connect`` knows
+    name: str  # its name for ``thermocline connect``
     package: str  # of npm, or a key of ``packages.PYPI``
     command: str
     first: tuple[str, ...]
     later: tuple[str, ...]
-    postinstall: str = ""  # a script of the package, which npm leaves for us to start
+    postinstall: str = ""  # a script of the package, which npm does not run itself
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -69,7 +68,7 @@ _AIDER = (
     "--no-check-update",
     "--no-show-model-warnings",
 )
-# Else it asks for as much as ``connect`` allows, and a model without sense takes all of it.
+# Else Claude Code asks for as many tokens as ``connect`` allows, and the model may use them all.
 _SHORT = json.dumps({"env": {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(ANSWER_TOKENS)}})
 _AGENTS = (
     Agent(
@@ -137,7 +136,7 @@ class Prompt:
 
 @dataclass
 class Outcome:
-    """The wire of one agent's task."""
+    """The requests of one agent's task, and their results."""
 
     agent: str
     version: str
@@ -148,7 +147,7 @@ class Outcome:
     second: Prompt = field(default_factory=Prompt)
     last: Prompt = field(default_factory=Prompt)
     paths: dict[str, int] = field(default_factory=dict)
-    sessions: list[str] = field(default_factory=list)  # that the server has of it, with kinds
+    sessions: list[str] = field(default_factory=list)  # those on the server, with their kinds
 
     @property
     def failed(self) -> bool:
@@ -156,7 +155,7 @@ class Outcome:
 
 
 def install(agent: Agent, cache: Path) -> Path:
-    """Install a client where it is not yet; returns its command."""
+    """Install a client if needed; return its command."""
     if agent.package in packages.PYPI:
         return packages.pypi(cache, agent.package) / agent.command
     modules = packages.npm(cache, agent.package) / "node_modules"
@@ -166,7 +165,7 @@ def install(agent: Agent, cache: Path) -> Path:
 
 
 def perform(agent: Agent, command: Path, url: str, room: Path) -> Outcome:
-    """Let one agent do the task in a home and a project of its own."""
+    """Let one agent do the task, with its own home and project folders in ``room``."""
     home, project = room / "home", room / "project"
     for folder in (home, project):
         folder.mkdir(parents=True)
@@ -234,7 +233,7 @@ def _longest(exchanges: Sequence[Exchange]) -> Prompt:
 
 
 def listed(url: str) -> dict[str, str]:
-    """The server's sessions: id -> kind, children with their parent, and tokens."""
+    """Return the server's sessions by id: their kind, their parent if any, and tokens."""
     rows = []
     for which in ("", "?kind=task"):
         with urllib.request.urlopen(f"{url}/v1/sessions{which}", timeout=60) as answer:
@@ -247,7 +246,7 @@ def listed(url: str) -> dict[str, str]:
 
 @contextmanager
 def server(engine: str, cache: Path, model: str = "") -> Iterator[str]:
-    """Start gateway and engine; yields their URL. ``model``: a folder; "" = ``roomy_model``."""
+    """Start gateway and engine; yield their URL. ``model``: a folder; "" = ``roomy_model``."""
     gateway: dict[str, Any] = {"model_aliases": ["*"], "default_max_tokens": ANSWER_TOKENS}
     gateway["max_body_bytes"] = 32 * MIB
     if engine == "fake":

@@ -1,4 +1,4 @@
-"""A proxy between a client and the server that notes status, session and tokens of exchanges."""
+"""A proxy between a client and the server that records status, session and tokens of exchanges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 TIMEOUT_S = 900.0
 _NOT_OURS = frozenset({"host", "connection", "transfer-encoding", "content-length", "keep-alive"})
-_OPENER = build_opener(ProxyHandler({}))  # straight to the server
+_OPENER = build_opener(ProxyHandler({}))  # uses no proxy of the environment
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Exchange:
     session: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    error: str = ""  # the server's words, of a status or inside a stream
+    error: str = ""  # the server's message, as an answer or inside a stream
 
     @property
     def is_turn(self) -> bool:
@@ -36,7 +36,7 @@ class Exchange:
 
 @dataclass
 class Recorder:
-    """``exchanges`` are in the order in which they ended."""
+    """The exchanges of a proxy, in the order in which they ended, and its addresses."""
 
     target: str
     exchanges: list[Exchange] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Recorder:
 
 @contextmanager
 def recording(target: str) -> Iterator[Recorder]:
-    """Stand in front of ``target`` for as long as the context lasts."""
+    """Run a proxy in front of ``target`` until the context ends; yield its recorder."""
     recorder = Recorder(target)
 
     class Relay(BaseHTTPRequestHandler):
@@ -110,7 +110,7 @@ def _send_head(client: BaseHTTPRequestHandler, upstream: Any) -> None:
 
 
 def _judge(exchange: Exchange, answer: bytes) -> None:
-    """Read token counts and errors out of an answer of any dialect, streamed or whole."""
+    """Add to ``exchange`` the token counts and errors of an answer in any dialect."""
     for line in [answer, *answer.splitlines()]:
         try:
             said = json.loads(line.removeprefix(b"data:"))
@@ -128,7 +128,7 @@ def _judge(exchange: Exchange, answer: bytes) -> None:
 def _count(exchange: Exchange, said: dict[str, Any]) -> None:
     usage = said.get("usage") or (said.get("response") or {}).get("usage") or {}
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-    read = usage.get("cache_read_input_tokens") or 0  # Anthropic's, beside the others
+    read = usage.get("cache_read_input_tokens") or 0  # Anthropic's, not part of input_tokens
     prompt = usage.get("prompt_tokens") or usage.get("input_tokens") or 0
     if prompt or read:
         created = usage.get("cache_creation_input_tokens") or 0

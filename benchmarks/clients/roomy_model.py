@@ -1,9 +1,9 @@
 """The sample model with a longer context, one layer, and one answer: "Fine."
 
 Agents' first prompts have 10,000 to 30,000 tokens, more than the sample model's whole context. Only
-the wire is judged, so a model that reads them fast will do. Its layer computes keys and values of
-every token, as any model does, but adds nothing to them, and its head knows how an answer goes on
-from each of its own few tokens. So answers are short, end by themselves, and are always the same.
+the form of answers matters, so a model that reads prompts fast is enough. Its layer computes keys
+and values of every token, but adds nothing to the residual stream. Its head gives each token of the
+answer a high logit after the one before it. So all answers are the same, short, and end.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from typing import Any
 CONTEXT = 131_072
 NUM_LAYERS = 1
 ANSWER = "Fine."
-CERTAIN = 100.0  # how far the next token of the answer is ahead of all others
+CERTAIN = 100.0  # the logit of the answer's next token; others have 0
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _ADDS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 def sample_folder() -> Path:
+    """Return the folder of the sample model; download the model if needed."""
     command = [sys.executable, "-m", "launch.model"]
     return Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
 
 
 def roomy_model(folder: Path) -> Path:
-    """Make the model in ``folder``, unless it is there; returns ``folder``."""
+    """Make the model in ``folder``, unless it is there; return ``folder``."""
     import mlx.core as mx
 
     weights = folder / "model.safetensors"
@@ -53,7 +54,7 @@ def roomy_model(folder: Path) -> Path:
 
 
 def _answer(folder: Path) -> list[int]:
-    """The token that comes before an answer, the tokens of the answer, and its end."""
+    """Return the token before an answer, the answer's tokens, and the end token."""
     from tokenizers import Tokenizer
 
     ids = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -1,6 +1,6 @@
-// Two turns of a conversation through each JavaScript client; prints a line for each, tabs between:
-// name, version, "ok" or what went wrong, tokens of the second prompt, and how many were reused.
-// Started by sdks.py in the folder where the packages are, with the server's URL, its model, and
+// Two turns of a conversation through each JavaScript client; prints a line for each, with tabs:
+// name, version, "ok" or the error, tokens of the second prompt, and how many of them were reused.
+// sdks.py runs it in the folder of the packages, with the server's URL, its model, that folder and
 // the two questions.
 import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";
@@ -63,8 +63,8 @@ const city = {
   additionalProperties: false,
 };
 const tools = { weather: ai.tool({ description: "weather", inputSchema: ai.jsonSchema(city) }) };
-// The SDK sends what was said in the first turn as its own answer's messages say: for Responses as
-// item_reference, since it takes the answer for stored.
+// The second turn sends the messages that the SDK returned for the first one. For Responses these
+// have an item_reference, since the SDK assumes that the answer is stored.
 for (const [name, make] of Object.entries(vercel)) {
   const provider = await make();
   const settings = { model: provider(model), maxOutputTokens: 32, maxRetries: 0 };

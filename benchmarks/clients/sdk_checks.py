@@ -1,8 +1,8 @@
-"""Two turns of a conversation through each Python client; prints a line for each, tabs between.
+"""Two turns of a conversation through each Python client; prints a line for each.
 
-The name, the version, "ok" or the error, the tokens of the second prompt, and how many of
-them were reused, as the client itself reports it. Started by ``sdks.py`` with the interpreter of
-the environment where the clients are.
+A line has, separated by tabs: the name, the version, "ok" or the error, the number of tokens of the
+second prompt, and how many of them were reused, as the client itself reports it. ``sdks.py`` runs
+it with the Python of the clients' environment.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ Reuse = tuple[int, int]  # tokens of the second prompt, and the reused ones amon
 
 
 def check(name: str, package: str, work: Callable[[], Reuse]) -> None:
+    """Run ``work``, and print the line of a client."""
     reuse: tuple[object, object] = ("", "")
     try:
         reuse = work()
@@ -59,7 +60,7 @@ def openai_chat() -> Reuse:
 
 
 def openai_responses(refers: bool) -> Reuse:
-    """Go on by ``previous_response_id``, or by a reference to the item of the first answer."""
+    """Continue by ``previous_response_id``; if ``refers``, by references to the first answer."""
     from openai import OpenAI
 
     client = OpenAI(base_url=BASE, api_key="none", max_retries=0)
@@ -139,7 +140,7 @@ def instructor_chat() -> Reuse:
     from pydantic import BaseModel, Field
 
     class City(BaseModel):
-        name: str = Field(max_length=40)  # the sample model often knows no end
+        name: str = Field(max_length=40)  # the sample model often does not end a string
 
     raw = OpenAI(base_url=BASE, api_key="none", max_retries=0)
     client = instructor.from_openai(raw, mode=instructor.Mode.TOOLS)

@@ -1,7 +1,7 @@
 """SDKs and frameworks of JavaScript and Python against a running server, two turns each.
 
-Everything stays on loopback. Printed is how much of the second turn's prompt was reused, as the
-client itself reports it.
+Prints how much of the second turn's prompt was reused, as the client itself reports it. Everything
+stays on loopback.
 
     python -m benchmarks.clients.sdks --cache ~/.cache/thermocline/agents
     python -m benchmarks.clients.sdks --engine fake
@@ -31,6 +31,8 @@ HEAD = ("client", "version", "result", "second prompt, tokens", "of it reused")
 
 
 class Checked(NamedTuple):
+    """The result of one client."""
+
     name: str
     version: str
     result: str
@@ -49,7 +51,7 @@ class Checked(NamedTuple):
 
 
 def run(command: list[str], folder: Path) -> list[Checked]:
-    """Run a script of checks; a script that breaks is one, too."""
+    """Run a script of checks; return its results, and one with the error if the script fails."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
     rows = [x.split("\t") for x in done.stdout.splitlines()]
     found = [Checked(*row) for row in rows if len(row) == 5]
@@ -59,11 +61,11 @@ def run(command: list[str], folder: Path) -> list[Checked]:
 
 
 def langchain(python: Path, url: str, model: str) -> tuple[str, list[str]]:
-    """Run LangChain's standard tests; returns their count, and the failures with reasons."""
+    """Run LangChain's standard tests; return their counts, and the failed ones with reasons."""
     env = {**os.environ, "SDK_BASE_URL": f"{url}/v1", "SDK_MODEL": model}
     env |= {"OPENAI_API_KEY": "none"}
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line"]
-    # Not our own configuration: it is of our environment.
+    # Do not use this repository's pytest configuration, which needs plug-ins of its environment.
     command += ["-c", os.devnull, "-o", "asyncio_mode=auto", str(HERE / "langchain_standard.py")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, cwd=HERE)
     last = (done.stdout.strip().splitlines() or ["?"])[-1]

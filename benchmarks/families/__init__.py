@@ -1,5 +1,4 @@
-"""Models of families whose cache is more than KV of every token, made of the sample model.
+"""Makes models with sliding windows (``windowed``) or latents (``latent``) of the sample model.
 
-``windowed`` gives it sliding windows, ``latent`` latents; ``benchmarks.quality`` measures
-them.
+``benchmarks.quality`` measures them.
 """

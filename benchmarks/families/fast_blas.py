@@ -1,4 +1,4 @@
-"""Gives a benchmark that runs mlx in its own process the BLAS that engines are started with."""
+"""Gives a benchmark that runs mlx in its own process the BLAS with which engines are started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from launch.machine.folders import default_cache_dir
 
 
 def begin_with_blas(module: str) -> None:
-    """Start ``python -m module`` anew with a BLAS preloaded, if it has none; mlx's own is slow."""
+    """Replace this process by ``python -m module`` with a fast BLAS preloaded.
+
+    Returns if one is preloaded already, or none is found. mlx's own BLAS is slow.
+    """
     blas = find_blas(os.environ, default_cache_dir(os.environ))
     if blas.env:
         again = [sys.executable, "-m", module, *sys.argv[1:]]

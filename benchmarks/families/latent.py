@@ -3,17 +3,17 @@
     python -m benchmarks.families.latent FOLDER --source SAMPLE_MODEL
 
 Its arithmetic is the sample model's own, written as multi-head latent attention (deepseek_v3; Liu
-et al., 2024). What a token leaves is one latent and one turned part, which all heads share:
+et al., 2024). Its cache has one latent and one rotated key for each token, which all heads share:
 
-* the turned part is the keys of all heads side by side. A query is zero where other heads' keys
-  are, and the frequencies, which such a model has once, are given for each pair of the whole by
-  the factors of its RoPE (``longrope``);
-* the latent is the values of all heads, of which each head unfolds its own. The norm that such a
-  model puts over its latent must not change them, so the latent has a constant besides, so large
-  that the norm sees nothing else, and the norm's weights undo it.
+* the rotated key is the keys of all heads side by side. A query is zero at other heads' keys. Such
+  a model has one list of frequencies, so the factors of its RoPE (``longrope``) give each pair of
+  the whole key the frequency that it has in its head;
+* the latent is the values of all heads, of which each head's up-projection selects its own. The
+  norm that such a model applies to its latent must not change them, so the latent also has a
+  constant, so large that it alone determines the norm, and the norm's weights undo the division.
 
-So latents are as wide as K and V together and nothing is saved by them: it shows what packing
-costs, not how small a model of this kind is.
+So latents are as wide as K and V together and save no memory: the model shows what packing costs,
+not how small a model of this kind is.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ import numpy as np
 from benchmarks.program import options_of
 
 ROW_STEP: Final = 8  # latents come in multiples of so many values
-NORM_WEIGHT: Final = 1024.0  # undoes the norm; the constant is this times sqrt(rank)
+NORM_WEIGHT: Final = 1024.0  # undoes the norm's division; the constant is this times sqrt(rank)
 
 
 def write_latent(source: Path, folder: Path) -> Path:
-    """Make ``folder`` a model with latents of the Llama in ``source``; returns it."""
+    """Write into ``folder`` the Llama of ``source`` as a model with latents; return ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((source / "config.json").read_text())
     shape = _Shape(config)
@@ -63,12 +63,15 @@ class _Shape:
         self.dim = int(config.get("head_dim") or self.hidden // self.heads)
         self.wide = self.kv_heads * self.dim  # of all keys, or values, of a token
         self.rank = -(-(self.wide + 1) // ROW_STEP) * ROW_STEP
-        self.plain = 4 * self.dim - self.wide  # not turned by RoPE; its weights are zero
+        self.plain = 4 * self.dim - self.wide  # of a query, not rotated; its weights are zero
         assert self.plain > 0, "queries must not be wider than four heads' keys"
 
     @property
     def places(self) -> np.ndarray:
-        """Where each value of all keys goes: halves turn with halves, not each head's by itself."""
+        """The position of each value of all heads' keys in the rotated key, int (wide,).
+
+        RoPE pairs a key's first half with its second, so all heads' first halves come first.
+        """
         head, value = np.divmod(np.arange(self.wide), self.dim)
         half, pair = np.divmod(value, self.dim // 2)
         found: np.ndarray = half * (self.wide // 2) + head * (self.dim // 2) + pair

@@ -2,15 +2,16 @@
 
     python -m benchmarks.families.windowed FOLDER --source SAMPLE_MODEL [--window 512] [--layers 15]
 
-Its weights are the sample model's own, linked; only config.json differs. Both engines know Llama
+Its weights are links to the sample model's; only config.json differs. Both engines know Llama
 layers with windows by ``layer_types`` and ``sliding_window``, so their arithmetic is the sample
-model's but for tokens outside of a window. First layers look near: windows of 512 tokens on ten
-of them, as in small Gemmas, leave it a language model after 1,500 tokens (perplexity of a chat
-28.7 for 27.0, of German prose 36.0 for 32.6); with windows of 128 (``NARROW``), as in gpt-oss, it
-has lost its German (30.3 and 61.6): a model that was not trained so, and a hard test.
+model's, except for tokens outside of a window. First layers attend to near tokens. So with windows
+of 512 tokens on ten of them, as in small Gemmas, it remains a language model after 1,500 tokens
+(perplexity of a chat 28.7, without windows 27.0; of German prose 36.0, without 32.6). With windows
+of 128 (``NARROW``), as in gpt-oss, it has lost its German (30.3 and 61.6), since it was not trained
+so: a hard test.
 
-vLLM shares memory between groups of equally many layers, and our plug-in takes one group of layers
-that keep all tokens: for vLLM give at least as many layers windows as have none, ``--layers 15``.
+vLLM shares memory between groups of equally many layers, and the plug-in accepts one group of
+layers that keep all tokens: for vLLM at least half of the layers need windows, ``--layers 15``.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from benchmarks.program import options_of
 
 WINDOW = 512
 NARROW = 128
-NUM_WINDOWS = 10  # so many first layers have one
+NUM_WINDOWS = 10  # layers with a window: the first ones
 
 
 def write_windowed(
     source: Path, folder: Path, window: int = WINDOW, num: int = NUM_WINDOWS
 ) -> Path:
-    """Make ``folder`` a model with windows of the model in ``source``; returns it."""
+    """Write into ``folder`` the model of ``source`` with windows on its first ``num`` layers.
+
+    Returns ``folder``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         link = folder / path.name

@@ -1,5 +1,5 @@
 """Measures any OpenAI server with simulated users, and finds how many sessions it keeps.
 
-``workload.py`` says who asks what; ``figures.py`` plays it and sums up; ``capacity.py`` opens
-sessions until returns are lost.
+``workload.py`` describes the users' requests; ``figures.py`` sends them and sums up their times;
+``capacity.py`` opens sessions until some are lost.
 """

@@ -2,12 +2,13 @@
 
     python -m benchmarks.users URL --preset users
 
-Works against any server. Where it says what it reused (x-thermocline-cache, or cached_tokens in
-usage) times are grouped by that. Prompts are new in each run, so that nothing is reused by chance.
-``--preset``: who asks what; chat has ``--users`` at once with ``--turns`` turns in each of
-``--rounds`` conversations, a pause of ``--think`` before returns, and ``--system-words`` of a text
-in front that all share. ``--words`` of a message are 60, with ``--find-capacity`` 300. The exit
-code is 1 if there were errors, and 130 after Ctrl-C, which still prints what is known.
+Works with any server. If the server reports what it reused (x-thermocline-cache, or cached_tokens
+in usage), times are grouped by that. Prompts are new in each run, so that nothing is reused by
+chance. ``--preset`` names the workload. In ``chat``, ``--users`` users at once have ``--rounds``
+conversations of ``--turns`` turns each, with a pause of ``--think`` before each turn but the first
+and a beginning of ``--system-words`` words that all share. A message has ``--words`` words: 60, or
+300 with ``--find-capacity``. The exit code is 1 if there were errors, and 130 after Ctrl-C, which
+still prints the figures so far.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ PHASES: Final = ("phase", "users", "requests", "errors", "tok/s", "per user", *_
 SOURCES: Final = ("prompt's KV", "requests", "prompt tokens", "reused", *_TIMES)
 ROUNDS: Final = ("sessions", "came back", "first token, new", "first token, back", "from")
 _MEANINGS: Final = {
-    "new": "first turns, of which nothing could be known",
+    "new": "first turns, which have nothing to reuse",
     "miss": "returns of which nothing was reused",
-    "cached": "reused; the server does not say from where",
-    "unknown": "the server does not say what it reused",
+    "cached": "reused; the server does not report from where",
+    "unknown": "the server does not report what it reused",
 }
 _JUDGES: Final = {
     "header": "x-thermocline-cache",
     "usage": "usage.cached_tokens",
-    BY_TIME: "time to first token (the server does not say what it reused)",
+    BY_TIME: "time to first token (the server does not report what it reused)",
 }
 
 
 def played(play: Callable[[aiohttp.ClientSession], Awaitable[object]]) -> bool:
-    """Run ``play``; False if it was interrupted."""
+    """Run ``play`` with an HTTP client; return False if Ctrl-C interrupted it."""
 
     async def run() -> None:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
@@ -59,12 +60,13 @@ def played(play: Callable[[aiohttp.ClientSession], Awaitable[object]]) -> bool:
     try:
         asyncio.run(run())
     except KeyboardInterrupt:
-        say("interrupted; this is what is known so far", error=True)
+        say("interrupted; these are the figures so far", error=True)
         return False
     return True
 
 
 def play_workload(target: Target, args: Namespace) -> int:
+    """Play the workload of ``--preset`` and print its figures; return the exit code."""
     habits = Habits(
         args.words or 60, args.answer, args.turns, parse_duration(args.think), args.system_words
     )
@@ -84,6 +86,7 @@ def play_workload(target: Target, args: Namespace) -> int:
 
 
 def find_capacity(target: Target, args: Namespace) -> int:
+    """Search for the number of sessions that the server keeps; return the exit code."""
     sessions, words = (args.first_sessions, args.max_sessions), args.words or 300
     if min(sessions) < 1 or max(sessions) > 100_000 or not 8 <= words <= 200_000:
         raise UsageError("--first-sessions and --max-sessions: 1 to 100000; --words: 8 to 200000")
@@ -142,7 +145,7 @@ def _seconds(value: float | None) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command; what is wrong with it is said in one sentence."""
+    """Run the command and return its exit code; errors are printed as one sentence."""
     options = options_of(
         __doc__,
         f"--preset {'|'.join(PRESETS)} --users 4 --turns 3 --rounds 1 --think 0s --words 0"

@@ -1,8 +1,9 @@
-"""Finds how many sessions a server keeps: opens more and more, and looks who comes back.
+"""Finds how many sessions a server keeps: opens more and more, and returns to all of them.
 
 Each round opens sessions until there are twice as many, then returns to all of them, the newest
-first: so a session that was lost pushes out only those that were looked at already, or older ones,
-and the sessions that still come back are those that the server kept.
+first. A lost session is computed again, and its KV takes the place of others: of sessions that were
+returned to already, or of older ones. So the sessions that come back are those that the server
+kept.
 """
 
 from __future__ import annotations
@@ -19,26 +20,27 @@ from benchmarks.users.figures import Target
 from launch.errors import LaunchError
 from launch.remote.turn import Message, RemoteTurn, take_turn
 
-KEPT_SHARE: Final = 0.5  # of its beginning that a returning session has to reuse
-# Of the first turn's time to first token; for servers that do not report their reuse.
+KEPT_SHARE: Final = 0.5  # of its first prompt that a returning session must reuse to count as kept
+# For servers that do not report reuse: a kept session's time to first token, at most, as a share of
+# that of its first turn.
 QUICK_SHARE: Final = 0.5
-LOST_IN_A_ROW: Final = 4  # then all older ones count as lost, too
+LOST_IN_A_ROW: Final = 4  # lost sessions after which all older ones count as lost, too
 BY_TIME: Final = "time"
 ANSWER_TOKENS: Final = 8
 
 
 class Round(msgspec.Struct, frozen=True):
-    """One look at all sessions: so many were open, so many came back."""
+    """One return to all sessions: how many were open, and how many of them came back."""
 
     opened: int
     kept: int
     sources: dict[str, int]
     first_ttft_s: float | None  # median of first turns; None = there were none
-    return_ttft_s: float | None  # median of returns that were kept
+    return_ttft_s: float | None  # median of the sessions that came back; None = there were none
 
 
 class Found(msgspec.Struct):
-    """The result, and how it was judged: by the cache header, by ``usage``, or by time."""
+    """The result; ``judged_by`` is "header", "usage" or ``BY_TIME``, "" before the first return."""
 
     url: str
     model: str
@@ -47,7 +49,7 @@ class Found(msgspec.Struct):
     judged_by: str = ""
     rounds: list[Round] = []
     capacity: int = 0
-    at_least: bool = True  # nothing was lost: it is this much or more
+    at_least: bool = True  # no session was lost: the capacity is this or more
     finished: bool = False
 
 
@@ -94,7 +96,7 @@ class Search:
         return self.found
 
     async def _learn_to_judge(self, http: aiohttp.ClientSession) -> None:
-        """Open one session and return at once: what does this server say then?"""
+        """Open one session, return at once, and choose how returns are judged on this server."""
         probe = _Session(f"probe-{self._tag}", self.found.words)
         await self._open(http, probe)
         back = await self._return(http, probe)

@@ -1,4 +1,4 @@
-"""Plays a workload against a server, and sums up its times by phase and by where KV came from."""
+"""Plays a workload against a server; sums up its times by phase and by the source of KV."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from launch.errors import LaunchError
 from launch.remote.server import Address
 from launch.remote.turn import MISS, Message, RemoteTurn, take_turn
 
-HOPELESS: Final = 8  # requests that all failed: the run ends
-NEW: Final = "new"  # first turns, of which nothing could be known
+HOPELESS: Final = 8  # if so many first requests all fail, the run ends
+NEW: Final = "new"  # first turns, which have nothing to reuse
 LOST: Final = "miss"  # returns of which nothing was reused
-MOST_ERRORS: Final = 20  # different ones that are reported
+MOST_ERRORS: Final = 20  # different errors that are reported
 ORDER: Final = ("hot", "cold-ram", "cold-disk", "cold-redis", "cached", NEW, LOST)
 
 
@@ -34,7 +34,7 @@ class Target(NamedTuple):
 
 
 class Result(msgspec.Struct):
-    """One request of the run; ``turn`` has no text any more."""
+    """One request of the run; the text of ``turn`` was removed."""
 
     phase: str
     user: int
@@ -50,13 +50,13 @@ class Result(msgspec.Struct):
 
     @property
     def source(self) -> str:
-        """The group of a turn: where its KV came from; a miss of a first turn is no loss."""
+        """The source of the turn's KV; a miss is ``NEW`` at a first turn, else ``LOST``."""
         lost = LOST if self.step else NEW
         return lost if self.turn.source == MISS else self.turn.source
 
 
 class Hopeless(LaunchError):
-    """Every request failed; the message has the server's words."""
+    """All first requests failed; the message has the server's message."""
 
 
 class Run:
@@ -70,7 +70,7 @@ class Run:
     ) -> None:
         self.model = target.model
         self.results: list[Result] = []
-        self.walls: dict[str, float] = {}  # seconds, of each phase so far
+        self.walls: dict[str, float] = {}  # seconds that each phase took, so far
         self.target = target
         self.workload = workload
         self._on_result = on_result
@@ -78,7 +78,7 @@ class Run:
         self._began = time.perf_counter()
 
     async def play(self, http: aiohttp.ClientSession) -> None:
-        """Play all phases. Raises ``LaunchError``: the server cannot be used; says why."""
+        """Play all phases. Raises ``LaunchError`` with the reason if the server cannot be used."""
         self.model = await self.target.address.model(http, self.target.model)
         self._began = time.perf_counter()
         for phase in self.workload.phases:
@@ -108,7 +108,7 @@ class Run:
                 self.results.append(result)
                 self._on_result(phase.name)
                 self._check_hope()
-                if not result.ok:  # its answer is missing: the conversation cannot go on
+                if not result.ok:  # without its answer the conversation cannot continue
                     break
 
     async def _turn(
@@ -149,7 +149,7 @@ _MISTAKES: Final[dict[str, dict[str, Any]]] = {
 
 
 def report_of(run: Run, *, finished: bool) -> dict[str, Any]:
-    """Sum up the results of a run so far."""
+    """Return the figures of a run so far, by phase and by source, with all requests."""
     results = run.results
     good = [x for x in results if x.turn.ok]
     names = dict.fromkeys(x.phase for x in results)
@@ -173,7 +173,7 @@ def report_of(run: Run, *, finished: bool) -> dict[str, Any]:
 
 
 def percentiles(values: Iterable[float | None]) -> tuple[float | None, ...]:
-    """The value that 50, 90 and 99 per cent of all stay within; None = nothing was measured."""
+    """Return the 50th, 90th and 99th percentile of the known values; None if there are none."""
     known = [x for x in values if x is not None]
     return tuple(np.percentile(known, (50, 90, 99)).round(4).tolist()) if known else (None,) * 3
 
@@ -191,14 +191,14 @@ def _phase(name: str, results: Sequence[Result], wall_s: float) -> dict[str, Any
 def _source(name: str, results: Sequence[Result]) -> dict[str, Any]:
     prompt = sum(x.turn.prompt_tokens for x in results)
     reported = [x.turn.cached_tokens for x in results if x.turn.cached_tokens is not None]
-    # Of the prompts' tokens; None = the server does not say.
+    # Share of the prompts' tokens that was reused; None = the server does not report it.
     share = round(sum(reported) / prompt, 4) if reported and prompt else None
     found = {"source": name, "requests": len(results), "prompt_tokens": prompt}
     return {**found, "reused_share": share, **_times(results)}
 
 
 def _times(results: Iterable[Result]) -> dict[str, Any]:
-    """Times to the first token, and between two chunks of an answer."""
+    """Return percentiles of the time to the first token, and between two chunks of an answer."""
     turns = [x.turn for x in results]
     gaps = percentiles(gap for x in turns for gap in x.gaps_s)
     return {"ttft_s": percentiles(x.ttft_s for x in turns), "itl_s": gaps}

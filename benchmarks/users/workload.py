@@ -1,6 +1,6 @@
-"""Describes who asks what and when: phases of users with conversations, and ready workloads.
+"""Workloads: phases of users with conversations, and the presets of them.
 
-The ready ``users`` are a table of throughput against users at once, up to 25; ``stress`` their 67
+The preset ``users`` gives a table of throughput against users at once, up to 25; ``stress`` has 67
 requests of seven kinds.
 """
 
@@ -23,12 +23,12 @@ STRESS_REQUESTS: Final = 67
 
 @dataclass(frozen=True)
 class Step:
-    """One turn of a conversation: a pause, a message, the longest answer that is asked for."""
+    """One turn of a conversation: a pause, a message, and the most tokens of its answer."""
 
     words: int
     answer_tokens: int
     think_s: float = 0.0
-    wrong: Wrong = ""  # asked wrongly on purpose: the server has to refuse it, and go on
+    wrong: Wrong = ""  # the mistake in this request, which the server must refuse
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Phase:
-    """Users who ask at the same time; each has conversations, one after the other."""
+    """Users at the same time; each has conversations, one after the other."""
 
     name: str
     users: tuple[tuple[Conversation, ...], ...]
@@ -78,7 +78,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Habits:
-    """The habits of simulated users, as the command line says them."""
+    """The habits of simulated users, from the command line."""
 
     words: int = 60  # of a message
     answer_tokens: int = 32
@@ -95,10 +95,10 @@ class Habits:
 
 
 def workload_of(preset: str, habits: Habits, num_users: int, rounds: int = 1) -> Workload:
-    """The workload of that name. Raises ``UsageError`` with the names there are.
+    """Return the workload of a preset. Raises ``UsageError`` with the known names.
 
     Args:
-        num_users: at once; of presets that do not say it themselves.
+        num_users: users at once, in presets without a number of their own.
         rounds: conversations that each user has, one after the other.
     """
     if preset not in PRESETS:
@@ -109,7 +109,7 @@ def workload_of(preset: str, habits: Habits, num_users: int, rounds: int = 1) ->
 
 
 def chat(habits: Habits, num_users: int, rounds: int) -> tuple[Phase, ...]:
-    """Users who chat, pause and go on."""
+    """Return one phase: users who chat, pause and continue."""
     users = (
         tuple(habits.conversation(f"chat-{user}-{i}") for i in range(rounds))
         for user in range(num_users)
@@ -118,7 +118,7 @@ def chat(habits: Habits, num_users: int, rounds: int) -> tuple[Phase, ...]:
 
 
 def users(habits: Habits, num_users: int, rounds: int) -> tuple[Phase, ...]:
-    """Ever more users at once, each with one short conversation: throughput against users."""
+    """Return phases of more and more users at once, each with one short conversation."""
     return tuple(
         Phase(
             "1 user" if count == 1 else f"{count} users",
@@ -129,7 +129,7 @@ def users(habits: Habits, num_users: int, rounds: int) -> tuple[Phase, ...]:
 
 
 def stress(habits: Habits, num_users: int, rounds: int) -> tuple[Phase, ...]:
-    """67 requests of seven kinds, the last with mistakes that a server has to survive."""
+    """Return phases with 67 requests of seven kinds; the last kind has mistakes on purpose."""
     words, answer = habits.words, habits.answer_tokens
     short, usual, long = Step(words, answer), Step(words, 2 * answer), Step(20 * words, answer)
     hasty = Step(8, max(1, answer // 4))
@@ -147,12 +147,12 @@ def stress(habits: Habits, num_users: int, rounds: int) -> tuple[Phase, ...]:
 
 
 def _apart(name: str, steps: list[Step]) -> tuple[Conversation, ...]:
-    """Each step in a conversation of its own."""
+    """Return conversations with one step each."""
     return tuple(Conversation(f"{name}-{i}", (step,)) for i, step in enumerate(steps))
 
 
 def seeds(habits: Habits, num_users: int, rounds: int) -> tuple[Phase, ...]:
-    """Join both tables of the first prototypes in one run."""
+    """Return the phases of ``users`` and ``stress``, as in the first prototypes' tables."""
     return (*users(habits, num_users, rounds), *stress(habits, num_users, rounds))
 
 
