@@ -19,7 +19,7 @@ from typing import Any
 CONTEXT = 131_072
 NUM_LAYERS = 1
 ANSWER = "Fine."
-CERTAIN = 100.0  # the logit of the answer's next token; others have 0
+CERTAIN = 100.0  # the logit of the next token of the answer; others are near 0
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _ADDS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 

@@ -1,1 +1,1 @@
-"""The benchmarks that need vLLM, plain or with our plug-in (``bash launch/install.sh vllm``)."""
+"""The benchmarks that need vLLM, plain or with the plug-in (``bash launch/install.sh vllm``)."""

@@ -1,18 +1,19 @@
-"""The kernels on a CUDA machine: right or wrong, how fast, and at what price to decoding.
+"""The device's codec on CUDA: whether its bytes are right, its speed, and its cost to decoding.
 
     python benchmarks/on_vllm/device_codec.py [--codec tq3|tq4|dense3] [--dims 64 128 256]
         [--layers 32] [--seconds 2] [--json OUT]
 
-Run it with the Python of vLLM's environment. Without a CUDA device it says so and ends with 2; with
-one that packs other bytes than the host, with 1.
+Run it with the Python of vLLM's environment. The exit code is 2 if there is no CUDA device, and 1
+if the device packs other bytes than the host.
 
-1. Correctness: blobs and blocks against the host's codec, through the whole path, in NHD and HND.
-2. Speed: kernels alone and the whole path, in GB/s of hot KV, beside a copy of the same memory on
-   the device and the copies to and from pinned host memory.
-3. Disturbance: a decode-like step (a chain of matrix products that read a weight of their own each)
-   with nothing beside it, and with saves or loads going on all the time on the side stream. Once as
-   a CUDA graph, where only the device is shared, and once launched product by product, where the
-   interpreter's lock is, too.
+1. Correctness: blobs and blocks of the whole path against those of the host's codec, in NHD and
+   HND.
+2. Speed: kernels alone and the whole path, in GB/s of hot KV, compared with a copy of the same
+   memory on the device and with copies to and from pinned host memory.
+3. Disturbance: the time of a step like decoding (a chain of matrix products, each with its own
+   weight), alone and while saves or loads run on the side stream all the time. The step runs once
+   as a CUDA graph, which shares only the device with them, and once launched product by product,
+   which also shares the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -55,12 +56,14 @@ NO_DEVICE: Final = 2
 LAYERS: Final = 32
 KV_HEADS, BLOCK_TOKENS = 8, 16
 SESSION_TOKENS: Final = 8192
-LEARNED_BLOCKS: Final = 16  # of each text that a codec is calibrated on
+LEARNED_BLOCKS: Final = 16  # blocks of each of four texts from which a codec learns
 STEP_LAYERS, STEP_WIDTH = 32, 4096
 
 
 @dataclass(frozen=True)
 class Figure:
+    """One measured speed."""
+
     dim: int
     layout: str
     what: str
@@ -68,12 +71,15 @@ class Figure:
 
 
 class Rig:
-    """One session's worth of cache, and the device's way to it."""
+    """A cache with one session's blocks, and the device's codec for it."""
 
     def __init__(
         self, layers: int, codec: str, dim: int, layout: str, device: torch.device
     ) -> None:
-        """``layers``: calibrating a codec takes a second or two for each."""
+        """Fill the cache with random numbers.
+
+        ``layers``: their number; learning a codec takes a second or two for each.
+        """
         self.device, chunk_tokens = device, CHUNK_TOKENS
         num_blocks = 2 * SESSION_TOKENS // BLOCK_TOKENS
         caches = {f"layer{i}": _fused(num_blocks, dim, layout, device) for i in range(layers)}
@@ -111,10 +117,9 @@ class Rig:
 
 
 def codec_of(name: str, cache: PagedCache) -> Codec:
-    """The codec of that name; one that can learn is calibrated on rows of the cache.
+    """Return the codec of that name; one that can learn has learned from rows of the cache.
 
-    They are random numbers, so what it learns suits no model; how long it takes does not depend on
-    that.
+    The rows are random numbers, so its tables fit no model; its speed does not depend on them.
     """
     if name not in LEARNABLE:
         return codec_by_name(name)
@@ -133,7 +138,7 @@ def _fused(num_blocks: int, dim: int, layout: str, device: torch.device) -> Tens
 
 
 class Kernels:
-    """The bare launches for one chunk after the other, without blobs and without the ring."""
+    """Launches the kernels for one chunk after the other, without blobs and staging ring."""
 
     def __init__(self, rig: Rig) -> None:
         self._layout = rig.layouts.of(rig.wanted[1].piece)  # no chunk of first tokens
@@ -162,7 +167,7 @@ class Kernels:
 
 
 def seconds_of(work: Callable[[], object], within_s: float) -> float:
-    """Seconds of the best round; the first one compiles and is not counted."""
+    """Return the seconds of the fastest run; the first one, which compiles, is not counted."""
     work()
     torch.cuda.synchronize()
     best, end = float("inf"), time.perf_counter() + within_s
@@ -175,6 +180,7 @@ def seconds_of(work: Callable[[], object], within_s: float) -> float:
 
 
 def speeds(rig: Rig, dim: int, layout: str, within_s: float) -> Iterator[Figure]:
+    """Measure copies, kernels and the whole path, each for ``within_s`` seconds."""
     kernels, blobs = Kernels(rig), rig.save()
     hot = torch.empty(rig.hot_bytes, dtype=torch.uint8, device=rig.device)
     twin, host = torch.empty_like(hot), torch.empty(rig.hot_bytes // 8, dtype=torch.uint8)
@@ -195,7 +201,7 @@ def speeds(rig: Rig, dim: int, layout: str, within_s: float) -> Iterator[Figure]
 
 
 class Step:
-    """A step as heavy on memory as decoding one token: every weight is read once."""
+    """A step that reads every weight once, as decoding a token does."""
 
     def __init__(self, device: torch.device) -> None:
         shape = (STEP_LAYERS, STEP_WIDTH, STEP_WIDTH)
@@ -213,7 +219,7 @@ class Step:
             x = x @ weight
 
     def milliseconds(self, within_s: float, *, as_graph: bool) -> list[float]:
-        """Milliseconds of each step, by the device's own clock on the model's stream."""
+        """Return the milliseconds of each step, by the device's clock on the model's stream."""
         launch = self._graph.replay if as_graph else self._launch
         found, end = [], time.perf_counter() + within_s
         while time.perf_counter() < end:
@@ -228,7 +234,7 @@ class Step:
 
 @contextmanager
 def going_on(work: Callable[[], object] | None) -> Iterator[None]:
-    """``work`` over and over on another thread."""
+    """Run ``work`` repeatedly on another thread while the block runs; None: run nothing."""
     stop = threading.Event()
 
     def repeat() -> None:
@@ -245,6 +251,7 @@ def going_on(work: Callable[[], object] | None) -> Iterator[None]:
 
 
 def disturbance(rig: Rig, within_s: float) -> dict[str, dict[str, float]]:
+    """Return p50 and p99 of a step's milliseconds: alone, beside saves and beside loads."""
     blobs, step = rig.save(), Step(rig.device)
     step.milliseconds(0.5, as_graph=False)
     beside = {"alone": None, "beside saves": rig.save, "beside loads": lambda: rig.load(blobs)}

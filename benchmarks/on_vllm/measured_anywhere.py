@@ -1,16 +1,16 @@
-"""Whether vLLM ends packed by itself on several ranks, attached, and killed while it measures.
+"""Measures models on vLLM with several ranks, attached, killed in between, and with windows.
 
     python -m benchmarks.on_vllm.measured_anywhere [--cases ranks,attached,killed,windows]
         [--json OUT]
 
 *ranks*: tensor parallel 3, since the sample model has three KV heads; *attached*: a vLLM that was
-started by the lines of docs/hardware.md; *killed*: kill -9 of the engine in the middle of the
-measurement, which goes on where it was; *windows*: the sample model with windows of 512 tokens on
-half of its layers (``benchmarks.families.windowed``), with the bytes of sessions asleep.
+started as docs/hardware.md shows; *killed*: the engine is killed in the middle of the measurement,
+which then continues where it was; *windows*: the sample model with windows of 512 tokens on
+half of its layers (``benchmarks.families.windowed``), with the bytes of sleeping sessions.
 
-Each begins with ``raw`` and waits for the verdict. Then sessions sleep and come back: the last
-question is asked after the live session, and once more after the packed one. The prompt is the
-same, and so should be the answer. Some minutes for each case.
+Each case begins with ``raw`` and waits until the gate has chosen a codec. Then sessions sleep and
+come back: the last question is asked once with the live session, and once with the packed one. The
+prompts are equal, and so should be the answers. Each case takes some minutes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from launch.model.find import sample_model
 SESSIONS = 6
 TOKENS = 500
 ANSWER = 16
-MOST_S = 1500.0  # to the verdict
+MOST_S = 1500.0  # until the gate has chosen
 STORE = {"codec": "auto", "accept_loss": False, "calibrate": True}
 STORE |= {"ram_bytes": 512 * MIB, "disk_bytes": 0}
 CASES = ("windows", "ranks", "attached", "killed")
@@ -50,7 +50,10 @@ def stack_of(**engine: Any) -> Stack:
 
 
 async def verdict(client: Client, kills: Stack | None) -> dict[str, Any]:
-    """Wait for the end of the measurement; ``kills``: whose engine is killed in the middle."""
+    """Wait for the end of the measurement; return the codec's view from ``/v1/sessions``.
+
+    ``kills``: the stack whose engine is killed in the middle of the measurement; None: none.
+    """
     seen: list[str] = []
     async with asyncio.timeout(MOST_S):
         while True:
@@ -66,7 +69,7 @@ async def verdict(client: Client, kills: Stack | None) -> dict[str, Any]:
 
 
 async def slept(client: Client, number: int) -> dict[str, Any]:
-    """Ask after a live session and after the same one from the cold store."""
+    """Ask the same question with a live session and with the same one from the cold store."""
     name = f"sleeper-{number}"
     text = f"{name}: {words_of(name, TOKENS)}. What is this about?"
     messages = [{"role": "user", "content": text}]
@@ -86,6 +89,7 @@ async def slept(client: Client, number: int) -> dict[str, Any]:
 
 
 async def outcome(server: Stack, *, kills: bool = False) -> dict[str, Any]:
+    """Return the results of one case."""
     began = time.monotonic()
     async with client_of(server) as client:
         codec = await verdict(client, server if kills else None)
@@ -104,6 +108,7 @@ async def outcome(server: Stack, *, kills: bool = False) -> dict[str, Any]:
 
 
 def case(name: str) -> dict[str, Any]:
+    """Start the servers of one case, and return its results."""
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
         if name == "attached":

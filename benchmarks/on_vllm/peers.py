@@ -1,32 +1,33 @@
-"""Same RAM, same conversations: plain vLLM, LMCache and Thermocline, one after another.
+"""Plain vLLM, LMCache and Thermocline with the same RAM and the same conversations.
 
     bash launch/install.sh && bash launch/install.sh vllm
     .venv/bin/python benchmarks/on_vllm/peers.py [--codecs tq3] [--json OUT]
 
-The first run also makes an environment for LMCache (see ``lmcache_stack``). All three run the same
-model with a pool for the same number of tokens; plain vLLM gets the RAM that the others use as a
-cold tier on top of its pool. Prompts are token ids, equal for all.
+The first run also makes an environment for LMCache (see ``lmcache_stack``). The systems run one
+after another, with the same model and a pool for the same number of tokens; plain vLLM gets the RAM
+that the others use as a cold tier on top of its pool. Prompts are token ids, equal for all.
 
 The engine computes in float32, because most CPUs are several times faster at it, and because vLLM's
-own prefix cache is exact then. Plain vLLM and LMCache keep KV as the engine has it. So that they
-are measured as if it were bfloat16, as on a GPU, they get *twice* the RAM that Thermocline gets.
+own prefix cache is exact then. Plain vLLM and LMCache keep KV in the engine's dtype. To compare
+them as if it were bfloat16, as on a GPU, they get *twice* the RAM that Thermocline gets.
 
-Of each system:
+With each system:
 
 1. ``--sessions`` conversations have a first turn each, more than any system can keep.
-2. They come back with a short new message, newest first: that shows how many are kept. A session
-   is restorable if at least 95 % of its reusable tokens (those of its first turn in whole blocks
-   of vLLM's) were not computed again, by the usage in vLLM's answer. After three in a row that
-   are not, all older ones count as lost.
-3. ``--in-turn`` of the newest come back oldest first, as so many users who take turns would, two
-   laps; the second counts. A system that keeps fewer has always just dropped the next one.
+2. They come back with a short new message, newest first, which shows how many are kept. A session
+   counts as restored if at least 95 % of its reusable tokens (those of its first turn in whole
+   blocks of vLLM's) were not computed again, by the usage in vLLM's answer. After three sessions
+   in a row that were not restored, all older ones count as lost.
+3. The newest ``--in-turn`` sessions come back, the oldest of them first, as users who take turns
+   would, in two laps; the second one counts. A system that can keep fewer has always just dropped
+   the session that is next.
 4. Quality: other conversations are pushed out of the pool by two more and come back. Plain vLLM
-   has continued them greedily before, with nothing cached. Each of those tokens is asked for once,
-   with all before it given (teacher forcing; vLLM gives log-probabilities of a prompt only without
-   any cache, so every position is a request). Reported is how often the most likely token is the
-   reference's.
+   has continued them greedily before, with nothing cached. Each of those tokens is predicted once,
+   after all tokens before it (teacher forcing; vLLM gives log-probabilities of a prompt only
+   without any cache, so every position is a request). ``top1`` is the share of positions whose most
+   likely token is the reference's.
 
-Chunks of Thermocline are one block here, as LMCache's are: sessions are short.
+Thermocline's chunks are one block here, as LMCache's are, since sessions are short.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ from engines.config import CPU_BLOCK_TOKENS
 from launch.model.find import sample_model
 
 CACHE = Path.home() / ".cache" / "thermocline"
-WIDER = 2  # float32 than bfloat16
+WIDER = 2  # bytes of a float32 over those of a bfloat16
 DTYPE: Final = "float32"
 RESTORABLE = 0.95
-GIVE_UP = 3  # sessions in a row
-SETTLE_S = 3.0  # saves may go on when the answer is there
-SPREAD = 0.2  # of the sessions' lengths, to both sides
-WEIGHED = 3  # sessions, before anything must be evicted
+GIVE_UP = 3  # sessions lost in a row, after which all older ones count as lost
+SETTLE_S = 3.0  # for saves, which may continue after the answer
+SPREAD = 0.2  # of the sessions' lengths around their mean, to both sides
+WEIGHED = 3  # first sessions, whose cold bytes are measured before anything is evicted
 LAPS = 2
-LAG = 2  # sessions in between that push one out of the pool
+LAG = 2  # sessions in between, which push one out of the pool
 OPENING = "<|im_start|>user\n"
 CLOSING = "<|im_end|>\n<|im_start|>assistant\n"
 AGAIN = f"I see.<|im_end|>\n{OPENING}Please write a short story about all this.{CLOSING}"
@@ -72,7 +73,7 @@ AGAIN = f"I see.<|im_end|>\n{OPENING}Please write a short story about all this.{
 
 @dataclass(frozen=True)
 class Session:
-    """Prompts of its two turns, the second an extension of the first."""
+    """A session's prompts: of its first turn, and of its return, which extends the first."""
 
     name: str
     first: list[int]
@@ -104,11 +105,11 @@ def sessions_of(kind: str, count: int, mean_tokens: int) -> list[Session]:
 class Answer:
     ids: list[int]
     cached_tokens: int
-    seconds: float  # of one token: the time to the first
+    seconds: float  # of the whole answer; with one token, the time to first token
 
 
 class Reader:
-    """Completions of token ids."""
+    """A client of text completions whose prompts are token ids."""
 
     def __init__(self, url: str, http: aiohttp.ClientSession, settle: Callable[[], None]) -> None:
         self._url = url
@@ -116,7 +117,7 @@ class Reader:
         self._settle = settle
 
     async def turn(self, prompt: list[int], session: str) -> Answer:
-        """The next one comes when the system has tidied up after this one."""
+        """Ask for one token, then wait until the system has settled."""
         answer = await self.ask(prompt, session)
         await asyncio.to_thread(self._settle)
         return answer
@@ -142,12 +143,12 @@ class Reader:
 async def reader_of(url: str, settle: Callable[[], None]) -> AsyncIterator[Reader]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as http:
         reader = Reader(url, http, settle)
-        await reader.ask(list(range(100, 164)))  # one-time work of the first request
+        await reader.ask(list(range(100, 164)))  # warm-up
         yield reader
 
 
 async def come_back(reader: Reader, sessions: Iterable[Session], give_up: int) -> list[Answer]:
-    """Let sessions come back until ``give_up`` in a row were lost; returns the others."""
+    """Let sessions come back until ``give_up`` in a row are lost; return the restored answers."""
     restored: list[Answer] = []
     in_a_row = 0
     for session in sessions:
@@ -177,7 +178,10 @@ class Reference:
             self.ids[session.name] = answer.ids
 
     async def agreement(self, reader: Reader) -> float:
-        """Share of equal most likely tokens, of sessions that have left the pool and came back."""
+        """Return the share of positions with the reference's token, in sessions that returned.
+
+        NaN if none was restored.
+        """
         agreed = []
         for i, session in enumerate([*self.sessions, *([None] * LAG)]):
             if session is not None:
@@ -231,7 +235,7 @@ async def measure(
         "ttft_p50_s": p50,
         "ttft_p95_s": p95,
         "first_ttft_p50_s": round(statistics.median(x.seconds for x in firsts), 3),
-        # At rest; of those who do not pack, as if it were bfloat16.
+        # In the cold tier; systems that do not pack count as if they kept bfloat16.
         "bytes_per_token": round(weight / weighed) if weight else BYTES_PER_TOKEN // WIDER,
         "top1": round(top1, 4),
     }
@@ -239,10 +243,12 @@ async def measure(
 
 @dataclass(frozen=True)
 class Peer:
+    """A system that is compared: how to start it and to read its state."""
+
     name: str
     start: AbstractContextManager[Any]
-    cold_bytes: Callable[[Any], float]  # held by its cold tier
-    settle: Callable[[Any], None] = lambda _: None  # wait until it has tidied up
+    cold_bytes: Callable[[Any], float]  # returns the bytes in its cold tier
+    settle: Callable[[Any], None] = lambda _: None  # waits until it has stored and evicted
 
 
 def peers(args: argparse.Namespace, pool_bytes: int, max_context: int) -> list[Peer]:

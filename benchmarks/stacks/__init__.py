@@ -1,1 +1,1 @@
-"""Whole systems as processes on a free port: the product (with any engine) and its peers."""
+"""Whole systems as processes on a free port: the product (with any engine), vLLM, LMCache."""

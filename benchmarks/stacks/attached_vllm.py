@@ -1,4 +1,4 @@
-"""A vLLM without a gateway, started by the lines of docs/hardware.md, to attach one to."""
+"""A vLLM that is started without a gateway, as docs/hardware.md shows, to attach a gateway to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from launch.model.find import sample_model
 DOC = Path(__file__).resolve().parents[2] / "docs" / "hardware.md"
 HEADING = "### A vLLM that was started elsewhere"
 TOKEN = "a-token-of-the-test"
-SMALL = (  # options with which it takes little memory
+SMALL = (  # vLLM's options for little memory
     *("--kv-cache-memory-bytes", str(512 << 20), "--dtype", "float32", "--enforce-eager"),
     *("--block-size", "32", "--max-model-len", "4096", "--max-num-seqs", "4"),
 )
@@ -33,7 +33,7 @@ SMALL = (  # options with which it takes little memory
 
 @dataclass
 class Elsewhere:
-    """vLLM by hand. ``log`` has its output."""
+    """A vLLM that no gateway started. ``log`` has its output."""
 
     folder: Path
     port: int
@@ -50,7 +50,10 @@ class Elsewhere:
         self.process = self._running.process
 
     def end(self, within_s: float) -> int:
-        """As a container is stopped: asked by SIGTERM, and then all that is left is killed."""
+        """End vLLM as a container is stopped: by SIGTERM; then kill what is left of its group.
+
+        Returns the exit code of its first process.
+        """
         self.process.terminate()
         code = self.process.wait(within_s)
         self._running.end()
@@ -63,14 +66,14 @@ class Elsewhere:
 
     @property
     def settings(self) -> dict[str, dict[str, object]]:
-        """The gateway's, by which it attaches."""
+        """The settings with which a gateway attaches to this vLLM."""
         return {
             "engine": {
                 "url": f"http://127.0.0.1:{self.port}",
                 "control": f"tcp://127.0.0.1:{self.control_port}",
                 "token": TOKEN,
             },
-            # The gateway lets all of them be hot, so only vLLM turns one cold.
+            # The gateway puts no session to sleep, so only vLLM's own eviction makes one cold.
             "scheduler": {"idle_after_s": 3600.0},
         }
 
@@ -83,7 +86,7 @@ class Elsewhere:
         raise AssertionError(self.log.read_text()[-4000:])
 
     def drop_blocks(self, within_s: float = 60.0) -> None:
-        """vLLM refuses while blocks are held for a save."""
+        """Empty vLLM's prefix cache; try again while it refuses because a save holds blocks."""
         url = f"http://127.0.0.1:{self.port}/reset_prefix_cache"
         request = urllib.request.Request(url, method="POST")
         request.add_header("authorization", f"Bearer {TOKEN}")
@@ -97,7 +100,7 @@ class Elsewhere:
 
 
 def documented() -> tuple[dict[str, object], dict[str, str], list[str]]:
-    """The plug-in's settings, vLLM's environment, and the options after ``vllm serve MODEL``."""
+    """Return what docs/hardware.md shows: the plug-in's settings, the environment, the options."""
     text = DOC.read_text().partition(HEADING)[2]
     settings, commands = re.findall(r"```(?:json)?\n(.*?)```", text, re.DOTALL)[:2]
     words = shlex.split(commands.split("\n\n")[0].replace("\\\n", ""))
@@ -107,7 +110,13 @@ def documented() -> tuple[dict[str, object], dict[str, str], list[str]]:
 
 
 def started(python: str, folder: Path, store: dict[str, Any], options: Sequence[str]) -> Elsewhere:
-    """Start it on the sample model; ``options``: of vLLM, after those of the document."""
+    """Start vLLM with the sample model, without waiting for it.
+
+    Args:
+        python: the interpreter of vLLM's environment.
+        store: the plug-in's settings of the store.
+        options: vLLM's options, after those of the document.
+    """
     settings, variables, words = documented()
     port, control_port = free_port(), free_port()
     run = folder / "run"

@@ -1,4 +1,4 @@
-"""Settings in which constants differ, too: a test cannot wait for as long as users do."""
+"""Settings with other constants: tests cannot wait as long as the product's constants say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ C = TypeVar("C", bound=msgspec.Struct)
 
 
 def configured(kind: type[C], /, **values: Any) -> C:
-    """Make settings; what is a constant of theirs has its value in a subclass."""
+    """Return settings of ``kind``; values of class constants are set in a subclass of it.
+
+    Raises ``TypeError`` if ``kind`` has neither a field nor a constant of a name.
+    """
     constants = {x: values.pop(x) for x in [*values] if x not in kind.__struct_fields__}
     if unknown := [x for x in constants if not hasattr(kind, x)]:
         raise TypeError(f"{kind.__name__} has no {unknown[0]}")

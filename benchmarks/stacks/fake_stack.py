@@ -1,7 +1,7 @@
 """The real gateway with the fake engine, as processes: for tests and benchmarks without a model.
 
 ``python benchmarks/stacks/fake_stack.py FILE`` is the gateway's process; ``FakeStack`` runs it.
-Unlike ``product_stack.Stack`` it also gives access to the engine without the gateway.
+Unlike ``product_stack.Stack`` it also gives access to the engine's process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ ROOT = Path(__file__).parents[2]
 
 
 class FakeStack:
-    """``settings``: fields of the sections ``gateway``, ``engine`` and ``scheduler``."""
+    """A gateway with the fake engine.
+
+    ``settings``: fields of the sections ``gateway``, ``engine`` and ``scheduler``.
+    """
 
     def __init__(self, folder: Path, **settings: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +81,7 @@ class FakeStack:
         return child
 
     def _engines(self) -> list[psutil.Process]:
-        """The engine's process; none while it is started again."""
+        """Return the engine's process in a list, or [] while the engine is started again."""
         found = []
         for child in self.process.children():
             with suppress(psutil.NoSuchProcess):  # it has ended
@@ -93,7 +96,7 @@ class FakeStack:
         return self._running.process.wait(timeout_s)
 
     def status(self, path: str) -> int:
-        """Status of a GET; 0 if no server answers."""
+        """Return the status of a GET; 0 if no server answers."""
         try:
             with urllib.request.urlopen(self.url + path, timeout=10) as answer:
                 return int(answer.status)
@@ -103,7 +106,10 @@ class FakeStack:
             return 0
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait for an engine that lives: for a moment the gateway calls a dead one ready."""
+        """Wait until the gateway is ready and an engine runs.
+
+        The gateway's answer is not enough: for a moment it calls a dead engine ready.
+        """
         end = time.monotonic() + timeout_s
         while True:
             if time.monotonic() > end or self._running.process.poll() is not None:

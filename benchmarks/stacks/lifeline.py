@@ -1,8 +1,8 @@
-"""Ends a server when the program that started it is gone, however that ended.
+"""Ends a server when the program that started it has ended, for whatever reason.
 
-A benchmark that is ended by a signal cannot stop its servers. So each gets a small process beside
-it that waits for the end of its own input, which is the end of the benchmark.
-``python benchmarks/stacks/lifeline.py PID STARTED GROUP`` is that process.
+A benchmark that a signal ends cannot stop its servers. So each server gets a small watching
+process, whose standard input is closed when the benchmark ends; then it ends the server.
+``python benchmarks/stacks/lifeline.py PID STARTED GROUP PATIENCE_S`` is that process.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any
 import psutil
 
 LET_GO = b"ended\n"
-PATIENCE_S = 60.0  # a server lets running answers end, and ends its writes
+PATIENCE_S = 60.0  # for a server to finish running answers and writes
 
 
 class Lifeline:
-    """Held by the program that started ``process``.
+    """The watching process of ``process``; the program that started that holds this object.
 
     Args:
-        group: the process leads a group, of which some may outlive it.
-        patience_s: from SIGTERM to SIGKILL.
+        group: the process leads a process group, whose other members may outlive it.
+        patience_s: seconds from SIGTERM to SIGKILL.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Lifeline:
         )
 
     def let_go(self) -> None:
-        """Watch no longer: the server has been ended."""
+        """End the watching process, since the server has ended."""
         try:
             self._watch.communicate(LET_GO, timeout=30)
         except subprocess.TimeoutExpired:
@@ -53,12 +53,12 @@ class Lifeline:
 
 
 class Running:
-    """A server as a process, until ``end``; ended, too, when this program is gone.
+    """A server's process, which ``end`` or the end of this program ends.
 
     Args:
-        out: gets all that it prints; ``tail`` is its end.
-        group: it leads a group, which is killed at last.
-        patience_s: from SIGTERM to SIGKILL.
+        out: the file for the server's output; ``tail`` returns its end.
+        group: the server leads a process group, which is killed after it.
+        patience_s: seconds from SIGTERM to SIGKILL.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Running:
         self._lifeline = Lifeline(self.process, group=group, patience_s=patience_s)
 
     def wait_for(self, url: str, timeout_s: float) -> None:
-        """Wait until ``url`` answers 200. Raises ``RuntimeError``: the server ended, or it did not.
+        """Wait until ``url`` answers 200.
 
-        A server that did not start is ended.
+        Raises ``RuntimeError`` if the server ended or the time passed; the server is then ended.
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and self.process.poll() is None:
@@ -96,7 +96,7 @@ class Running:
         return "\n".join(self.out.read_text(errors="replace").splitlines()[-lines:])
 
     def end(self) -> int:
-        """End it patiently at first; returns its exit code."""
+        """End the server by SIGTERM, after ``patience_s`` by SIGKILL; return its exit code."""
         self.process.terminate()
         try:
             self.process.wait(self._patience_s)

@@ -1,7 +1,7 @@
 """A model with the sample model's KV, tokenizer and layers, and hardly any weights.
 
 Its sessions take the same bytes, live and packed, as those of the sample model; its answers are
-noise. For counting sessions where computing them would take an hour.
+noise. It serves to count sessions in minutes instead of an hour.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ NOT_COPIED = ("config.json", "model.safetensors")
 
 
 def light_model(sample: Path, folder: Path, **other: Any) -> Path:
-    """Write it into ``folder``; ``sample`` is the sample model's. ``other``: in its config."""
+    """Write the model into ``folder``, and return ``folder``.
+
+    ``sample``: the sample model's folder. ``other``: other fields of the configuration.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for file in sample.iterdir():
         if (

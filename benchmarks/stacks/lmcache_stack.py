@@ -1,8 +1,8 @@
 """vLLM with LMCache's multiprocess server, in an environment of their own.
 
-The environment is laid over vLLM's: it sees those packages and adds LMCache with the few that it
-lacks. Nothing is installed into vLLM's own. LMCache's CUDA packages are left out, since on a CPU
-its server and its connector do without; LMCache has no other way to work with vLLM there.
+The environment sees the packages of vLLM's environment and adds LMCache with the few that are
+missing; nothing is installed into vLLM's environment. LMCache's CUDA packages are left out: its
+server and its connector, LMCache's only way to work with vLLM on a CPU, do not need them there.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ ITS_NEEDS = (
     *("opentelemetry-exporter-prometheus", "redis", "sortedcontainers"),
 )
 GIB = 1 << 30
-STORED_S = 0.5  # a store ends soon after the answer
+STORED_S = 0.5  # from an answer until LMCache has stored its KV
 QUIET = {"LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1", "LMCACHE_DISABLE_BANNER": "1"}
 
 
 def python_with_lmcache(folder: Path) -> Path:
-    """Makes the environment in ``folder``, if it is not there."""
+    """Return the interpreter of the environment in ``folder``; make the environment if needed."""
     base, python = python_with_vllm(), folder / "bin" / "python"
     stamp, wanted = folder / "made-of", f"{base} {LMCACHE}"
     if stamp.exists() and stamp.read_text() == wanted:
@@ -54,10 +54,10 @@ def _packages_of(python: str) -> Path:
 class LmcacheVllm:
     """LMCache's server with ``ram_bytes``, and vLLM with LMCache's connector.
 
-    The chunk is one block of vLLM's, which wastes least. LMCache evicts once a second, when its
-    memory is fuller than a watermark, and chunks that do not fit in between are not stored at all.
-    So that it can keep all of ``ram_bytes``, it gets ``headroom_bytes`` on top for the newest, and
-    ``settle`` waits until that is free again.
+    A chunk is one block of vLLM's, which wastes least. Once a second LMCache evicts until its
+    memory is below a watermark; chunks that do not fit in between are not stored at all. So it
+    gets ``headroom_bytes`` more for the newest chunks, and ``settle`` waits until these bytes are
+    free again. Thus it can keep ``ram_bytes`` of KV.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class LmcacheVllm:
             return int(json.load(answer)["storage_manager"]["l1_manager"]["memory_used_bytes"])
 
     def settle(self) -> None:
+        """Wait until LMCache has stored the last answer's KV and evicted down to ``ram_bytes``."""
         time.sleep(STORED_S)
         while self.ram_used > self._ram_bytes:
             time.sleep(0.2)
@@ -115,7 +116,7 @@ class LmcacheVllm:
             "--no-l1-use-lazy",
             *("--eviction-policy", "LRU"),
             *("--eviction-trigger-watermark", repr(self._watermark), "--eviction-ratio", "0.05"),
-            # With the default transfer mode nothing is ever reused on a CPU.
+            # With the default transfer mode LMCache reuses nothing on a CPU.
             *("--supported-transfer-mode", "auto"),
             *("--shm-name", f"thermocline-bench-{os.getpid()}"),
         ]
@@ -124,7 +125,7 @@ class LmcacheVllm:
         with ExitStack() as exits:
             folder = exits.enter_context(tempfile.TemporaryDirectory())
             env = {**os.environ, **QUIET}
-            # It removes its shared memory when it ends.
+            # The server removes its shared memory when it ends.
             server = Running(self._command(), Path(folder) / "log.txt", env=env, patience_s=30)
             exits.callback(server.end)
             server.wait_for(f"http://127.0.0.1:{self._http_port}/status", START_S)

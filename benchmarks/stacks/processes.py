@@ -1,4 +1,4 @@
-"""Memory, processor time and gauges of running servers, as the system and metrics show them."""
+"""Memory, processor time and gauges of running servers, from the system and from their metrics."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.stacks.product_stack import MIB, Server
 
 
 def tree(process: psutil.Process) -> list[psutil.Process]:
-    """A process and all below it."""
+    """Return a process and all its descendants."""
     return [process, *process.children(recursive=True)]
 
 
 def cpu_s(processes: Iterable[psutil.Process]) -> float:
-    """Processors' seconds so far, those of children that have ended, too."""
+    """Return the processor time used so far, in seconds, with that of ended children."""
     total = 0.0
     for process in processes:
         with suppress(psutil.Error):  # it ended meanwhile
@@ -28,7 +28,10 @@ def cpu_s(processes: Iterable[psutil.Process]) -> float:
 
 
 def rss_mib(*processes: psutil.Process) -> float:
-    """Memory of their own: the disk tier's mapped file is page cache, which Linux counts apart."""
+    """Return the processes' own memory in MiB.
+
+    On Linux that is anonymous memory: the disk tier's mapped file is page cache, and not counted.
+    """
     total = 0.0
     for process in processes:
         with suppress(psutil.Error, OSError):  # it ended meanwhile
@@ -40,14 +43,14 @@ def rss_mib(*processes: psutil.Process) -> float:
 
 
 def gauges(server: Server, *names: str) -> float:
-    """The sum of the lines of a server's metrics that begin so."""
+    """Return the sum of a server's metrics whose lines begin with one of ``names``."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(x.split()[-1]) for x in lines if x.startswith(names))
 
 
 class Peak:
-    """The most of each measure that was seen while the block ran."""
+    """Records the largest value of each measure that ``look`` returned while the block ran."""
 
     def __init__(self, look: Callable[[], dict[str, float]], every_s: float = 0.25) -> None:
         self.most: dict[str, float] = {}

@@ -1,6 +1,6 @@
 """The product: gateway and engine as a user starts them, on a free port, and a client of it.
 
-Everything is measured from outside, over HTTP and from the process table.
+It is measured from outside, over HTTP and from the process table.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ question answer teacher machine yellow quiet storm planet bottle animal story nu
 castle dinner friend voice corner coffee library journey
 """.split()  # noqa: SIM905 - prose reads better as prose
 MIB = 1 << 20
-WORD_TOKENS = 1.02  # of these words, with the sample model's tokenizer
-ENGINES = ("engines.mlx_worker", "engines.vllm_plugin", "engines.fake_worker")  # as they are run
-# A stack does not wait for its model to be measured: its codec is named, and serves as it is.
+WORD_TOKENS = 1.02  # the sample model's tokens for each of these words, on average
+ENGINES = ("engines.mlx_worker", "engines.vllm_plugin", "engines.fake_worker")  # as ``python -m``
+# A stack does not wait until its model is measured: it uses this codec without a measurement.
 UNMEASURED = {"codec": "tq3", "accept_loss": True, "calibrate": False}
 
 
 @dataclass
 class Reply:
+    """An answer to a chat, with its times from the request's start and its token counts."""
+
     status: int
     text: str = ""
     ttft_s: float = float("nan")
@@ -50,8 +52,8 @@ class Reply:
     cached_tokens: int = 0
     completion_tokens: int = 0
     error: dict[str, Any] | None = None
-    times: list[float] = field(default_factory=list)  # of pieces of text, by ``perf_counter``
-    # With the field return_token_ids, which vLLM knows.
+    times: list[float] = field(default_factory=list)  # arrival of each piece, ``perf_counter``
+    # Filled if the request has vLLM's field ``return_token_ids``.
     prompt_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
 
@@ -61,18 +63,18 @@ class Reply:
 
 
 def prose(seed: int | str, num_words: int) -> str:
-    """English words in random order: no two seeds share a prefix worth reusing."""
+    """Return English words in random order; texts of two seeds begin differently."""
     rng = random.Random(seed)
     return " ".join(rng.choice(WORDS) for _ in range(num_words))
 
 
 def words_of(seed: int | str, tokens: float) -> str:
-    """Prose of about so many tokens."""
+    """Return prose of about ``tokens`` tokens."""
     return prose(seed, max(4, int(tokens / WORD_TOKENS)))
 
 
 def free_port() -> int:
-    """A port that a server may listen on; none of those that the system gives to connections."""
+    """Return a free port outside the range from which the system takes clients' ports."""
     while True:
         port = random.SystemRandom().randrange(22_000, 32_000)
         with socket.socket() as probe:
@@ -84,6 +86,7 @@ def free_port() -> int:
 
 
 def toml_of(tables: dict[str, Any]) -> str:
+    """Return a TOML file with these tables; a list of tables becomes an array of tables."""
     lines = []
     for table, content in tables.items():
         several = isinstance(content, list)
@@ -95,13 +98,13 @@ def toml_of(tables: dict[str, Any]) -> str:
 
 @dataclass
 class Stack:
-    """The server; ``settings``: tables as in the configuration file, on top of the defaults."""
+    """A server. ``settings``: tables as in the configuration file, over the defaults."""
 
     settings: dict[str, Any] = field(default_factory=dict)
-    folder: Path | None = None  # data survives if given
+    folder: Path | None = None  # for the data, which is kept; None: a temporary one
     port: int = field(default_factory=free_port)
     start_timeout_s: float = 300.0
-    environment: dict[str, str] = field(default_factory=dict)  # added to our own
+    environment: dict[str, str] = field(default_factory=dict)  # added to this process's variables
     python: str = sys.executable
 
     def __post_init__(self) -> None:
@@ -129,7 +132,7 @@ class Stack:
         return self
 
     def wait_ready(self, timeout_s: float = 120.0) -> None:
-        """Wait until it takes requests. Raises ``RuntimeError``: it does not, and is ended."""
+        """Wait until it takes requests. Raises ``RuntimeError``, and ends it, if it does not."""
         assert self._running is not None
         self._running.wait_for(f"{self.url}/readyz", timeout_s)
 
@@ -150,13 +153,16 @@ class Stack:
         raise RuntimeError("no engine process")
 
     def stop(self) -> int:
-        """Stop as a user would: SIGTERM, then wait."""
+        """Stop the server by SIGTERM, as a user would; return its exit code."""
         assert self._running is not None
         code, self._running = self._running.end(), None
         return code
 
     def kill(self, *, engine_too: bool = False) -> None:
-        """kill -9 of the gateway; the engine notices by itself, if it is not killed as well."""
+        """Kill the gateway by SIGKILL, and the engine with it if ``engine_too``.
+
+        Otherwise the engine notices that the gateway is gone, and ends by itself.
+        """
         assert self._running is not None
         engine = self.engine
         if engine_too:
@@ -169,13 +175,13 @@ class Stack:
         self.stop()
 
     def kill_engine(self, timeout_s: float = 300.0) -> None:
-        """kill -9 of the engine; returns when the gateway has started another."""
+        """Kill the engine by SIGKILL; return when the gateway has started another one."""
         dead = self.engine
         dead.kill()
         self.wait_restarted(dead, timeout_s)
 
     def wait_restarted(self, dead: psutil.Process, timeout_s: float = 300.0) -> None:
-        """Wait until there is another engine than ``dead``, and it takes requests."""
+        """Wait until another engine than ``dead`` runs and takes requests."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             engines = [x for x in self.gateway.children(recursive=True) if x.pid != dead.pid]
@@ -195,12 +201,14 @@ class Stack:
 
 
 class Server(Protocol):
+    """A running server with an address."""
+
     @property
     def url(self) -> str: ...
 
 
 class Client:
-    """One user over real HTTP; measures the first content byte of a stream."""
+    """One user's HTTP client, which measures when a stream's first text arrives."""
 
     model: str
 
@@ -260,13 +268,13 @@ class Client:
             reply.token_ids += choice.get("token_ids") or []
             text = choice["delta"].get("content") or ""
             reply.times += [time.perf_counter()] if text else []
-            # An answer may be empty: then its end comes first.
+            # An empty answer has no text: then its end counts as the first token.
             if (text or choice["finish_reason"]) and reply.ttft_s != reply.ttft_s:
                 reply.ttft_s = time.perf_counter() - start
             reply.text += text
 
     async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
-        """Return the status and the answer. ``body``: bytes as they are, others as JSON."""
+        """Return the status and the answer. ``body``: bytes are sent unchanged, others as JSON."""
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         headers = {**self._headers, "content-type": "application/json"}
         async with self._http.request(
@@ -284,12 +292,12 @@ class Client:
         return json.loads((await self.ask("DELETE", path))[1])  # type: ignore[no-any-return]
 
     async def sleep(self, session: str, state: str = "cold") -> dict[str, Any]:
-        """Put a session to sleep, and wait until it is."""
+        """Put a session to sleep, wait until it is in ``state``, and return its view."""
         await self.post(f"/v1/sessions/{session}/demote")
         return await self.until(session, state)
 
     async def until(self, session: str, state: str, timeout_s: float = 60.0) -> dict[str, Any]:
-        """Wait until the session is in ``state``."""
+        """Wait until the session is in ``state``; return its view."""
         async with asyncio.timeout(timeout_s):
             while True:
                 view = await self.get(f"/v1/sessions/{session}")
@@ -300,6 +308,7 @@ class Client:
 
 @asynccontextmanager
 async def client_of(server: Server, key: str = "") -> AsyncIterator[Client]:
+    """Yield a client of the server's first model."""
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
@@ -309,7 +318,7 @@ async def client_of(server: Server, key: str = "") -> AsyncIterator[Client]:
 
 
 def _is_engine(process: psutil.Process) -> bool:
-    """One of our engine programs; not one that these start, for vLLM's parts or to try grammars."""
+    """Return whether a process is an engine's first one, not one that an engine started."""
     try:
         words = process.cmdline()
     except psutil.Error:  # it ended meanwhile

@@ -1,7 +1,7 @@
-"""Sessions that take a turn each, round by round, while something happens to their servers.
+"""Sessions that take a turn each, round by round, while servers are killed or restarted.
 
-A user whose server is gone, whose stream breaks, or who gets a 503, asks again, the next server if
-there are several. All of these are counted, and so are turns that failed all the same.
+If a server is gone, a stream breaks or the answer is 503, the user asks again: the next server, if
+there are several. Each repetition is counted, and so is each turn that failed in spite of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.stacks.product_stack import Client, Reply, Stack, client_of, wor
 
 AT_ONCE = 4
 ANSWER_TOKENS = 8
-TRIES = 120  # of one turn, a second apart
+TRIES = 120  # for one turn, a second apart
 
 
 @dataclass
@@ -27,12 +27,12 @@ class Rounds:
 
     num_sessions: int
     num_tokens: int
-    models: Sequence[str] = ("",)  # that sessions have in turns; "" = the only one
+    models: Sequence[str] = ("",)  # dealt to the sessions in turn; "" = the server's only one
     texts: dict[str, list[str]] = field(default_factory=dict)
     sources: dict[str, Counter[str]] = field(default_factory=dict)
     asked_again: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-    num_answered: int = 0  # of this round
+    num_answered: int = 0  # turns of this round
     deleted: set[str] = field(default_factory=set)
     found_after_deletion: list[str] = field(default_factory=list)
 
@@ -43,7 +43,7 @@ class Rounds:
         }
 
     async def round(self, name: str, clients: Sequence[Client]) -> None:
-        """Have every session take a turn, some at once, each time by the next client."""
+        """Let each session take a turn, ``AT_ONCE`` at a time, with the next client every round."""
         self.num_answered, turned = 0, len(self.sources)
         self.sources[name] = Counter()
         places = asyncio.Semaphore(AT_ONCE)
@@ -53,7 +53,7 @@ class Rounds:
                 before = self.asked_again.total()
                 reply = await self._answer(clients, i + turned, session, i)
             self.num_answered += 1
-            # A turn that was asked again may find the blobs of its own first try.
+            # A repeated turn may find the blobs that its own first try stored.
             self._note(name, session, reply, again=self.asked_again.total() > before)
 
         await asyncio.gather(*(turn(i, x) for i, x in enumerate(self.histories)))
@@ -92,13 +92,13 @@ class Rounds:
         ]
 
     async def in_the_middle(self, event: Callable[[], object]) -> None:
-        """Do something once a third of the round's turns is answered."""
+        """Run ``event`` on a thread once a third of the round's turns is answered."""
         while self.num_answered < self.num_sessions / 3:
             await asyncio.sleep(0.02)
         await asyncio.to_thread(event)
 
     def other_texts(self, stack: Stack) -> int:
-        """Count the sessions whose texts differ on this server, to which nothing happens."""
+        """Play the same rounds on an undisturbed server; return how many sessions' texts differ."""
         alone = Rounds(self.num_sessions, self.num_tokens, self.models)
 
         async def all_rounds() -> None:

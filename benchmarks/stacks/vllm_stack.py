@@ -1,4 +1,4 @@
-"""vLLM for the benchmarks: behind the gateway with the plug-in, and plain, with equal settings."""
+"""vLLM for the benchmarks, with equal settings: with gateway and plug-in, and plain."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ OURS = (
     "--long-prefill-token-threshold",
     "--tool-parser-plugin",
     "--uds",
-)  # flags, with a value each
+)  # flags of the plug-in, which plain vLLM does not get; each has a value
 # SmolLM2-135M in float32: 30 layers x 3 heads x (64 + 64) values of four bytes.
 BYTES_PER_TOKEN = 30 * 3 * 128 * 4
 
 
 def python_with_vllm() -> str:
+    """Return the interpreter of vLLM's environment. Raises ``SystemExit`` if there is none."""
     python = find_python(os.environ.get("THERMOCLINE_ENGINE__VLLM__PYTHON", ""))
     if not python:
         raise SystemExit("vLLM is not installed; run: bash launch/install.sh vllm")
@@ -53,9 +54,10 @@ def with_plugin(
     idle_after_s: float = 3600.0,
     folder: Path | None = None,
 ) -> Stack:
-    """Gateway and vLLM. Sessions hibernate when the benchmark asks, or after ``idle_after_s``.
+    """Return a stack of gateway and vLLM, not started yet.
 
-    ``folder``: its ``data`` may hold measurements of the model.
+    Sessions hibernate when the benchmark demotes them, or after ``idle_after_s``. ``folder``: the
+    stack's folder, which may have measurements of the model in ``data``.
     """
     settings: dict[str, dict[str, Any]] = {
         "engine": {
@@ -73,9 +75,9 @@ def with_plugin(
 
 @dataclass
 class PlainVllm:
-    """vLLM as the gateway starts it, without our part: same flags, same environment, no plug-in.
+    """vLLM with the flags and environment with which the gateway starts it, without the plug-in.
 
-    ``python`` and ``arguments`` are for another connector.
+    ``python`` and ``arguments`` are those of another connector.
     """
 
     pool_bytes: int
@@ -129,7 +131,7 @@ class PlainVllm:
         }
 
     def __enter__(self) -> PlainVllm:
-        self._folder = tempfile.TemporaryDirectory(prefix="plain-vllm-")  # of vLLM's own sockets
+        self._folder = tempfile.TemporaryDirectory(prefix="plain-vllm-")  # for vLLM's sockets
         log = Path(self._folder.name) / "log.txt"
         self._running = Running(
             self.command(), log, env=self.environment(), group=True, patience_s=10
@@ -144,6 +146,7 @@ class PlainVllm:
 
 
 def without_ours(flags: list[str]) -> list[str]:
+    """Return the flags without those of the plug-in and their values."""
     kept: list[str] = []
     values = iter(flags)
     for flag in values:
