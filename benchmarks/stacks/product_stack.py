@@ -166,7 +166,7 @@ class Stack:
         assert self._running is not None
         engine = self.engine
         if engine_too:
-            engine.suspend()  # or it would notice first
+            engine.suspend()  # else it might notice the gateway's end, and save its sessions
         self._running.process.kill()
         self._running.process.wait()
         if engine_too:
@@ -225,7 +225,12 @@ class Client:
         into: Reply | None = None,
         **fields: Any,
     ) -> Reply:
-        """Ask, streamed; ``into`` is filled meanwhile."""
+        """Ask for a streamed answer, and return it when it has ended.
+
+        Args:
+            into: filled while the answer arrives, and returned; None = a new ``Reply``.
+            fields: further fields of the request's body.
+        """
         body = {
             "model": self.model,
             "messages": messages,
