@@ -148,8 +148,9 @@ class SharedDeletions:
         before = await self._redis.run([("GET", x) for x in keys])
         commands: list[Command] = []
         for id, key, raw in zip(deleted.ids, keys, before, strict=True):
-            known = opened_tombstone(names, id, raw)
-            value = Tombstone({**(known.at if known else {}), model: at})
+            known = opened_tombstone(names, id, raw) or Tombstone({})
+            # Another server may have deleted it again since, if this one had to wait.
+            value = Tombstone({**known.at, model: max(at, known.at.get(model, 0.0))})
             commands.append(("SET", key, names.close(key, value), "EX", KEPT_S))
             for each in [model] if model else [x.label for x in self._models if x.label]:
                 commands += removing(names, each, id)

@@ -223,6 +223,24 @@ async def test_a_deletion_is_published_after_a_pause_that_cut_no_subscription(
     assert await a.listed() == ["stays"]
 
 
+async def test_a_deletion_that_waited_does_not_undo_a_later_one(make: Make, redis: RedisServer):
+    a, b = await both(make, "gone")
+    a.redis._deadline_s = 0.5
+    redis.stop()
+    assert not await a.delete("gone")
+    redis.cont()
+    await b.turn("gone")
+    late = await make()
+    await late.turn("gone")
+    late.shared.deletions.receive = lambda raw: None  # type: ignore[method-assign]  # it is lost
+    assert await b.delete("gone")
+    await asyncio.sleep(AWAY_S)
+    a.redis._deadline_s = 10.0
+    await a.write()
+    await late.turn("gone")  # of the same session
+    await eventually(lambda: late.own() == [])
+
+
 async def test_a_tombstone_that_redis_refuses_is_written_later(make: Make, client: redis_py.Redis):
     """Other servers may have missed the message, which a full Redis still passes on."""
     a, b = await both(make, "gone", "stays")
