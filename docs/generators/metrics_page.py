@@ -32,7 +32,7 @@ as had been computed.
 
 
 def table() -> str:
-    """Make the page."""
+    """Return the page."""
     rows = sorted([*DEFINED, *_gauges()])
     return _HEAD + "".join(map(_row, rows))
 
@@ -52,7 +52,7 @@ def _row(row: Defined) -> str:
 
 
 def _gauges() -> Iterable[Defined]:
-    """Show a moment in which everything is there."""
+    """Return the gauges of a server in which every part is present."""
     cost = Quality(
         preset="p",
         codec_id="p.1",

@@ -1,4 +1,4 @@
-"""All generated pages, and what writes each."""
+"""All generated pages, and the function that writes each."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""Codebooks: where to put 2, 4, 8 or 16 levels, and what that leaves of the error.
+"""Codebooks: where to put 2, 4, 8 or 16 levels, and the error that remains.
 
     python -m docs.tutorials.codebooks [--plot codebooks.png]
 
 A quantiser replaces each value by the nearest of a few levels. The levels with the least mean
 square error for a normal variable are those of Lloyd and Max: each level is the mean of the
-values nearest to it. They lie dense where values are frequent. Equidistant levels, even with the
-best step, lose more, and the gap grows with the number of bits. No quantiser of so many bits,
-however clever, has an error below 4 ** -bits (Shannon's distortion-rate function of a normal
+values nearest to it. They are dense where values are frequent. Equidistant levels, even with the
+best step, have a larger error, and the gap grows with the number of bits. No quantiser with this
+number of bits has an error below 4 ** -bits (Shannon's distortion-rate function of a normal
 variable).
 
-Rows of KV are not normal. After a random rotation each value of a row of unit size follows a Beta
-law instead, which tends to the normal one for long rows; ``thermocline.codebook(bits, dim)`` has
-the levels of exactly that law.
+Rows of KV are not normal. After a random rotation each value of a row of unit size has a Beta
+distribution, which tends to the normal one for long rows; ``thermocline.codebook(bits, dim)``
+returns the levels for exactly that distribution.
 """
 
 from __future__ import annotations
@@ -38,20 +38,23 @@ class Errors:
 
 
 def quantised(values: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    """Replace each value by the nearest level, ascending ``levels``."""
+    """Return the nearest of the ascending ``levels`` for each value."""
     borders = (levels[1:] + levels[:-1]) / 2
     return np.asarray(levels[np.searchsorted(borders, values)])
 
 
 def error(values: np.ndarray, levels: np.ndarray) -> float:
+    """Return the mean square error of values that are quantised to ``levels``."""
     return float(np.mean((values - quantised(values, levels)) ** 2))
 
 
 def equidistant(bits: int, step: float) -> np.ndarray:
+    """Return ``2 ** bits`` levels around zero."""
     return (np.arange(2**bits) - (2**bits - 1) / 2) * step
 
 
 def measured(num_values: int = 400_000) -> list[Errors]:
+    """Return the errors of each number of bits, measured on normal random values."""
     values = np.random.default_rng(0).standard_normal(num_values)
     return [
         Errors(

@@ -28,6 +28,8 @@ CODECS = ("tq3", "tq4")
 
 @dataclass(frozen=True)
 class Found:
+    """The answer with one cache, and the cache's size."""
+
     cache: str
     num_tokens: int
     nbytes: int  # of the cache
@@ -35,11 +37,13 @@ class Found:
 
 
 def prompt(num_sentences: int) -> str:
+    """Return a text with a pass key in its middle, and the question for it."""
     half = FILLER * (num_sentences // 2)
     return f"{half}The pass key is {KEY}. Remember it. {KEY} is the pass key. {half}{QUESTION}"
 
 
 def asked(model: Any, tokenizer: Any, cache: list[Any], name: str, text: str) -> Found:
+    """Return the model's answer to ``text``, generated with ``cache``."""
     import mlx_lm
 
     tokens = tokenizer.encode(text)
@@ -48,6 +52,7 @@ def asked(model: Any, tokenizer: Any, cache: list[Any], name: str, text: str) ->
 
 
 def measured(model: Any, tokenizer: Any, num_sentences: int = 24) -> list[Found]:
+    """Return the answers with mlx_lm's own cache and with a packed one of each codec."""
     from mlx_lm.models.cache import make_prompt_cache
 
     import thermocline.mlx
@@ -62,6 +67,7 @@ def measured(model: Any, tokenizer: Any, num_sentences: int = 24) -> list[Found]
 
 
 def sample_folder() -> Path:
+    """Return the folder of the sample model; download the model if needed."""
     from launch.machine.folders import default_cache_dir
     from launch.model.find import sample_model
 

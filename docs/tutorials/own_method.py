@@ -1,18 +1,18 @@
-"""A method from scratch: two functions, what they lose, one better idea, and the way to a server.
+"""A method from scratch: two functions, their error, two improvements, and how to serve it.
 
     python -m docs.tutorials.own_method [--plot own_method.png]
 
 Step 1, ``quantise`` and ``dequantise``: each row gets sixteen levels between its smallest and its
 largest value. A code takes four bits, and the row's offset and step take 16 bits each.
 
-Step 2, ``in_groups``: one large channel spreads the levels of the whole row. With an offset and a
-step for each 32 values it spoils its own group only; the price is a bit for each value.
+Step 2, ``in_groups``: one large channel makes the levels of the whole row coarse. With an offset
+and a step for each 32 values it affects its own group only; they take a bit for each value.
 
-Step 3, ``turned``: a rotation spreads large channels over all values, and costs no bit at all. The
-matrix is a part of the arithmetic, so it is made of a fixed seed.
+Step 3, ``turned``: a rotation distributes large channels over all values, and takes no bits. The
+matrix is a part of the arithmetic, so it is made from a fixed seed.
 
-``thermocline.simple`` makes a method of each pair; the product's own methods stand beside them. A
-server packs by a method once a module that registers it is named in its settings:
+``thermocline.simple`` makes a method of each pair; two of the product's methods are measured for
+comparison. A server can pack with a method if its settings name a module that registers it:
 
     # own_method_module.py
     import thermocline
@@ -29,8 +29,8 @@ server packs by a method once a module that registers it is named in its setting
     codec = "mine"
     codec_modules = ["own_method_module"]
 
-``thermocline calibrate --presets mine,tq4`` then measures what it costs a model, and the quality
-gate serves by it only within its bound.
+``thermocline calibrate --presets mine,tq4`` then measures its loss on a model, and the quality gate
+lets it serve only if the loss is within the bound.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ BESIDE = ("kivi:bits=4", "tq4")  # the product's, for comparison
 
 @dataclass(frozen=True)
 class Row:
+    """The measured size and error of one method."""
+
     method: str
     bits: float
     error: float  # squared, relative
@@ -103,7 +105,7 @@ def turned_back(codes: np.ndarray, offset: np.ndarray, step: np.ndarray) -> np.n
 
 
 def methods() -> dict[str, thermocline.Method]:
-    """Make the method of each step. An id names its arithmetic: another arithmetic, another id."""
+    """Make the method of each step. An id names an arithmetic: change it if that changes."""
     return {
         "levels": thermocline.simple(quantise, dequantise, bits=BITS, id="levels.1"),
         "groups": thermocline.simple(in_groups, out_of_groups, bits=BITS, id="groups.1"),
@@ -112,7 +114,7 @@ def methods() -> dict[str, thermocline.Method]:
 
 
 def measured(keys: np.ndarray) -> list[Row]:
-    """Pack and restore keys, (1, tokens, dim), by each method."""
+    """Return the errors of keys, (1, tokens, dim), that each method packed and restored."""
     others = {name: thermocline.codec(name) for name in BESIDE}
     found = []
     for name, method in {**methods(), **others}.items():

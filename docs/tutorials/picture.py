@@ -1,4 +1,4 @@
-"""Reads a tutorial's command line, and draws its picture where one was asked for."""
+"""Reads a tutorial's command line, and draws its picture if ``--plot`` names one."""
 
 from __future__ import annotations
 

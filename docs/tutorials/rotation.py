@@ -1,13 +1,13 @@
-"""Rotation: why eight levels fail on keys as they are, and hold after a random rotation.
+"""Rotation: why eight levels are too few for keys as they are, and enough after a rotation.
 
     python -m docs.tutorials.rotation [--plot rotation.png]
 
-Some channels of keys are ten times larger than others. The outermost level lies at about twice
-the size of a row's mean value, so that most values of these channels are clipped, and they are
-what products depend on most. A rotation mixes the channels: after random signs and a Hadamard
-matrix every value is a sum of all channels and nearly normal, so that the levels of ``codebooks``
-fit. A rotation changes no length and no product, so attention can be computed from rotated keys
-and a rotated query (TurboQuant, arXiv 2504.19874).
+Some channels of keys are ten times larger than others. The outermost level is at about twice the
+root mean square of a row, so most values of these channels are clipped, and products depend most
+on these. A rotation mixes the channels: after random signs and a Hadamard matrix every value is a
+sum of all channels and nearly normal, so that the levels of ``codebooks`` fit. A rotation changes
+no length and no product, so attention can be computed from rotated keys and a rotated query
+(TurboQuant, arXiv 2504.19874).
 
 ``lm3`` and ``tq3`` have the same eight levels; only ``tq3`` rotates.
 """
@@ -28,10 +28,12 @@ METHODS = ("lm3", "tq3", "tq4")
 
 @dataclass(frozen=True)
 class Loss:
+    """The measured size and errors of one method."""
+
     method: str
     bits: float
     error: float  # squared, relative
-    large_channels: float  # the same, of the two large channels
+    large_channels: float  # the same error, in the two large channels alone
 
 
 def uneven_keys(num_tokens: int = 2048, dim: int = 128) -> np.ndarray:
@@ -50,11 +52,13 @@ def hadamard(dim: int) -> np.ndarray:
 
 
 def rotated(keys: np.ndarray) -> np.ndarray:
+    """Return rows after random signs and a Hadamard matrix."""
     signs = np.random.default_rng(1).choice(np.array([-1, 1], np.float32), keys.shape[-1])
     return np.asarray((keys * signs) @ hadamard(keys.shape[-1]))
 
 
 def measured(keys: np.ndarray) -> list[Loss]:
+    """Return the errors of keys, (1, tokens, dim), that each method packed and restored."""
     found = []
     for name in METHODS:
         method = thermocline.codec(name)

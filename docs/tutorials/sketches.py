@@ -1,14 +1,14 @@
-"""Sketches: one sign of the residual makes products unbiased, and costs variance.
+"""Sketches: signs of the residual make products unbiased, and increase their variance.
 
     python -m docs.tutorials.sketches [--plot sketches.png]
 
-Attention needs products of a query with keys. A packed key of the right length points elsewhere
-by the angle that the levels cost, so that products with it are too small on average: by 6 % with
-two bits and by 2 % with three. TurboQuant-prod (arXiv 2504.19874) spends one of the bits on signs
-of random projections of the residual, as QJL does (arXiv 2406.03482): the expected product is
-then the exact one. But a bit of levels reduces the error of a single product more than a bit of
-signs does, and softmax sees single products. At equal bits ``tq`` has the smaller error,
-``tqprod`` has none on average.
+Attention needs products of a query with keys. A restored key has the right length, but its
+direction differs a little, so products with it are too small on average: by 6 % with two bits and
+by 2 % with three. TurboQuant-prod (arXiv 2504.19874) uses one of the bits for signs of random
+projections of the residual, as QJL does (arXiv 2406.03482): the expected product is then the exact
+one. But a bit of levels reduces the error of a single product more than a bit of signs does, and
+softmax takes single products. At equal bits ``tq`` has the smaller error, and ``tqprod`` has none
+on average.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ METHODS = ("tq:bits=2", "tqprod:bits=2", "tq:bits=3", "tqprod:bits=3", "tq:bits=
 
 @dataclass(frozen=True)
 class Products:
-    """Products of queries with packed keys. ``slope``: of the found over the exact ones."""
+    """Products of queries with packed keys. ``slope``: that of the line from exact to found."""
 
     method: str
     bits: float
     slope: float
-    error: float  # root of the mean square, over that of the exact products
+    error: float  # root mean square error, over the root mean square of the exact products
     found: np.ndarray
 
 

@@ -1,18 +1,19 @@
-"""From a spectrum to twenty times smaller: how many bits the KV of a model needs at one error.
+"""From a spectrum to twenty times smaller: the bits that a model's KV needs at a given error.
 
     pip install '.[mlx]'
     python -m docs.tutorials.spectrum [--plot spectrum.png]
 
 A rotation chosen at random treats all directions alike. KV does not: some directions of a head, and
 many more of a whole layer, hardly vary. The eigenvectors of the covariance (the Karhunen-Loeve
-transform) separate them, and reverse water-filling says how many bits are needed: a direction of
-variance v costs log2(v / t) / 2 bits, and none if v is below the level t, which is the same for all
+transform) separate them, and reverse water-filling gives the number of bits: a direction of
+variance v takes log2(v / t) / 2 bits, or none if v is below the level t, which is the same for all
 (Cover and Thomas, Elements of Information Theory, chapter 10).
 
-The transform is learned from some texts and the variances are measured on another, as a server
-meets them. Keys are turned back first (RoPE spreads one direction over many), and each head has
-the weight 1. The wider the scope, the fewer the bits: one head, all heads of a layer with keys and
-values together, ten layers. ``dense3``, ``balanced`` and ``max`` are codecs with these scopes.
+The transform is learned from some texts and the variances are measured on another one, since a
+server packs other texts than those from which it learned. Keys are rotated back first (RoPE spreads
+one direction over many), and each head has the weight 1. The wider the scope, the fewer the bits:
+one head, all heads of a layer with keys and values together, ten layers. ``dense3``, ``balanced``
+and ``max`` are codecs with these scopes.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ from docs.tutorials.picture import draw, path_of_picture
 from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
 
-ERROR = 0.035  # squared, relative: what three bits without any transform leave
+ERROR = 0.035  # squared, relative: the error of three bits without a transform
 NUM_TEXTS, NUM_TOKENS = 9, 768  # the last text is held out
 SCOPES = (Scope("head"), Scope("layer"), Scope("group", 10))
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The variances of a held-out text along learned directions, descending, one array a unit."""
+    """The variances of a held-out text along learned directions.
+
+    ``variances`` has a descending array for each unit of the scope.
+    """
 
     scope: Scope
     variances: list[np.ndarray]
@@ -55,7 +59,7 @@ class Spread:
 
 
 def spread(samples: Samples, held_out: Samples, scope: Scope) -> Spread:
-    """Learn the directions of each unit of ``scope`` from ``samples``; measure ``held_out``."""
+    """Return the variances of ``held_out`` along directions that were learned from ``samples``."""
     found = []
     for shape in stack_shapes(scope, samples.layout):
         rows = np.concatenate(list(samples.stacks(shape)), axis=1)
@@ -63,14 +67,14 @@ def spread(samples: Samples, held_out: Samples, scope: Scope) -> Spread:
         for number, unit in enumerate(shape.units):
             mean = rows[number].mean(axis=0)
             weights = _weights(rows[number] - mean, [x.dim for x in unit])
-            learned, met = ((x[number] - mean) * weights for x in (rows, others))
+            learned, tested = ((x[number] - mean) * weights for x in (rows, others))
             _, directions = np.linalg.eigh(learned.T @ learned)
-            found.append(np.sort(np.mean((met @ directions) ** 2, axis=0))[::-1])
+            found.append(np.sort(np.mean((tested @ directions) ** 2, axis=0))[::-1])
     return Spread(scope, found)
 
 
 def _weights(rows: np.ndarray, dims: Sequence[int]) -> np.ndarray:
-    """Return a factor for each column that gives every head the variance 1 for each value."""
+    """Return a factor for each column, with which each head has the mean variance 1."""
     heads = np.split(rows, np.cumsum(dims)[:-1], axis=1)
     sizes = [np.full(x.shape[1], np.sqrt(np.mean(x**2))) for x in heads]
     return np.asarray(1 / np.concatenate(sizes))
@@ -79,7 +83,7 @@ def _weights(rows: np.ndarray, dims: Sequence[int]) -> np.ndarray:
 def captured(
     model: Any, tokenizer: Any, num_texts: int, num_tokens: int
 ) -> tuple[Samples, Samples]:
-    """Compute the KV of some texts; the last one apart."""
+    """Return samples of the KV of some texts, and separately that of the last text."""
     import thermocline.mlx
     from engines.calibration.corpus import fit_texts
 
