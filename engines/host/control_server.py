@@ -165,7 +165,9 @@ class ControlServer:
             self._notify_others(request.verb, answer, writer)
             body = frame(ControlReply(request.number, answer))
         except Exception as error:  # the process's edge: the gateway gets an answer in any case
-            logger.exception("%s failed", type(request.verb).__name__)
+            verb = type(request.verb).__name__
+            is_foreseen = isinstance(error, TimeoutError | ConnectionError)  # a process is away
+            logger.error("%s failed: %s", verb, _words(error), exc_info=not is_foreseen)
             body = frame(ControlReply(request.number, Refused(_words(error))))
         send_bounded(writer, body)
 

@@ -244,6 +244,8 @@ class Hub:
             async with asyncio.timeout(deadline_s):
                 self._send(Ask(number, verb))
                 answers = await self._answers(self._calls[number])
+        except TimeoutError as error:
+            raise TimeoutError(f"no answer of a worker within {deadline_s:g} s") from error
         finally:
             del self._calls[number]
         if failed := next((x.error for x in answers if x.error), ""):

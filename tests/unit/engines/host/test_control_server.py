@@ -52,13 +52,14 @@ class Verbs(FakeSessions):
         super().__init__(1 << 30)
         self.release = asyncio.Event()
         self.words = "the shelf fell down"
+        self.error: type[Exception] = ValueError
 
     async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
         await self.release.wait()
         return await super().demote(session, tier)
 
     async def forget(self, session: SessionRef) -> Done:
-        raise ValueError(self.words)
+        raise self.error(self.words)
 
 
 class Caller:
@@ -175,11 +176,16 @@ async def test_a_slow_verb_does_not_hold_up_the_others(served: Served) -> None:
         assert (await caller.reply()).number == 1
 
 
-async def test_a_verb_that_fails_is_refused_with_its_words(served, caplog):
+@pytest.mark.parametrize(
+    ("error", "is_ours"), [(ValueError, True), (TimeoutError, False), (ConnectionError, False)]
+)
+async def test_a_verb_that_fails_is_refused_with_its_words(served, caplog, error, is_ours):
+    served.verbs.error, words = error, f"{error.__name__}: the shelf fell down"
     async with served.call() as caller:
-        assert await caller.ask(Forget(ONE)) == Refused("ValueError: the shelf fell down")
+        assert await caller.ask(Forget(ONE)) == Refused(words)
         assert isinstance(await caller.ask(GetStats()), Stats)
-    assert "Forget failed" in caplog.text
+    assert f"Forget failed: {words}" in caplog.text
+    assert ("Traceback" in caplog.text) == is_ours, "a defect of ours alone needs one"
 
 
 async def test_an_answer_too_long_for_a_frame_is_refused_and_the_link_goes_on(served, caplog):
