@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final, TypeAlias
@@ -71,7 +71,7 @@ class Refs:
             for place, part in self._targets.items()
         }
 
-    def _led_to(self, refs: Iterator[object]) -> set[Place]:
+    def _led_to(self, refs: Iterable[object]) -> set[Place]:
         return {place for ref in refs if (place := self.place(ref)) is not None}
 
     @cached_property
@@ -116,20 +116,19 @@ def _nodes(part: Any) -> Iterator[Json]:
             waiting += node
 
 
-def _needed(part: Any) -> Iterator[object]:
-    """Yield the refs that every value of a well-formed schema, or a part of it, has to obey."""
-    waiting = [part]
-    while waiting:
-        node = waiting.pop()
-        if not isinstance(node, dict):
-            continue
-        yield node.get("$ref")
-        for key in ("allOf", "anyOf", "oneOf"):
-            parts = node.get(key, [])
-            waiting += parts if key == "allOf" or len(parts) == 1 else []
-        if node.get("type") == "object":
-            named = node.get("properties", {})
-            waiting += [named[x] for x in node.get("required", []) if x in named]
-        if node.get("type") == "array" and (least := node.get("minItems", 0)):
-            first = node.get("prefixItems", [])
-            waiting += first[:least] + [node.get("items")] * (least > len(first))
+def _needed(node: Any) -> set[object]:
+    """Return the refs that every value of a written schema, or a part of it, has to obey."""
+    if not isinstance(node, dict):
+        return set()
+    made = {node.get("$ref")}.union(*map(_needed, node.get("allOf", [])))
+    for key in ("anyOf", "oneOf"):
+        if key in node:
+            made |= set.intersection(*map(_needed, node[key]))
+    parts = []
+    if node.get("type") == "object":
+        required = set(node.get("required", []))  # which may repeat a name
+        parts += [x for name, x in node.get("properties", {}).items() if name in required]
+    if node.get("type") == "array" and (least := node.get("minItems", 0)):
+        first = node.get("prefixItems", [])
+        parts += first[:least] + [node.get("items")] * (least > len(first))
+    return made.union(*map(_needed, parts))

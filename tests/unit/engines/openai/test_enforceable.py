@@ -282,6 +282,7 @@ ENDLESS: list[dict[str, Any]] = [
     {"type": "array", "minItems": 1, "items": CIRCLE},
     {"type": "array", "minItems": 1, "prefixItems": [CIRCLE]},
     {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}},
+    of(anyOf=[CIRCLE, {"type": "array", "items": CIRCLE, "minItems": 1}]),
 ]
 
 
@@ -317,6 +318,10 @@ def test_deep_schemas_and_long_chains_are_written_at_once() -> None:
         held({**schema, "$defs": {**links, "d4000": {"$ref": "#/$defs/d9"}}})
     repeated = {"type": ["null"] * 50_000 + ["integer"], "enum": [1] * 5000}
     assert enforceable(repeated, "xgrammar") == repeated | {"x-at": "1"}
+    twice: Any = TEXT
+    for _ in range(30):
+        twice = of(**twice) | {"required": ["a", "a"]}
+    assert len(held(twice).held_schemas) == 1
     left: list[Any] = []
     deep: Any = TEXT
     for _ in range(10_000):
