@@ -12,18 +12,18 @@ from engines.wire import CodecReport, EngineReport
 
 _OF_TIERS = (
     ("nbytes", "Bytes held."),
-    ("capacity_bytes", "Bytes that may be held."),
+    ("capacity_bytes", "The tier's budget, bytes."),
     ("num_blobs", "Blobs held."),
     ("evictions", "Blobs evicted."),
     ("errors", "Failed operations."),
     ("available", "1 while the tier answers."),
 )
 _OF_CODECS = (
-    ("kl", "Measured on this model: KL of the next token, nats."),
-    ("top1", "Measured: share of positions with the same most likely token."),
-    ("bits_per_element", "Measured: bits for each value, everything counted."),
-    ("chain_kl", "Measured: KL at the answers to reasoning chains, nats."),
-    ("restore_share", "Measured: time to unpack, as a share of a prefill."),
+    ("kl", "KL of the next token, measured on this model, nats."),
+    ("top1", "Measured share of positions with the same most likely token."),
+    ("bits_per_element", "Measured bits for each value, everything counted."),
+    ("chain_kl", "Measured KL at the answers to reasoning chains, nats."),
+    ("restore_share", "Measured time to unpack, as a share of a prefill's."),
 )
 
 
@@ -65,7 +65,7 @@ class GaugeCollector:
         yield from families.values()
         available = self._gauges[0].memory_available_bytes if self._gauges else None
         if available is not None:
-            words = "Memory that the machine, or a container's limit, has left."
+            words = "Memory that is left on the machine, or within a container's limit."
             yield _gauge("memory_available_bytes", words, available)
 
 
@@ -76,25 +76,28 @@ def _of_model(gauges: Gauges) -> Iterator[Metric]:
         yield _by("engine_replicas", words, "state", ((x, n) for x, n in gauges.replicas.items()))
     yield _gauge("turns_running", "Turns inside the engine.", gauges.num_running)
     yield _gauge("turns_waiting", "Turns in the waiting line.", gauges.num_waiting)
-    words = "Sessions, by state and the fastest tier with a copy; only cold ones sleep."
+    words = "Sessions, by state and by the fastest tier with a copy; only cold ones sleep."
     yield _by("sessions", words, "state tier", ((*x, n) for x, n in gauges.sessions.items()))
     if gauges.engine is not None:
         yield from _of_engine(gauges.engine)
 
 
 def _of_engine(report: EngineReport) -> Iterator[Metric]:
-    yield _gauge("engine_hot_bytes", "Live KV.", report.hot_bytes)
-    yield _gauge("engine_hot_capacity_bytes", "Budget of live KV.", report.hot_capacity_bytes)
-    yield _gauge("engine_idle_hot_bytes", "Live KV of idle sessions.", report.idle_hot_bytes)
+    yield _gauge("engine_hot_bytes", "Live KV, bytes.", report.hot_bytes)
+    words = "Budget of live KV, bytes."
+    yield _gauge("engine_hot_capacity_bytes", words, report.hot_capacity_bytes)
+    words = "Live KV of idle sessions, bytes."
+    yield _gauge("engine_idle_hot_bytes", words, report.idle_hot_bytes)
     if report.hot_capacity_bytes:
         used = (report.hot_bytes - report.idle_hot_bytes) / report.hot_capacity_bytes
         words = "Live KV that requests use, as a share of its budget: 0 to 1."
         yield _gauge("kv_usage_ratio", words, min(1.0, max(0.0, used)))
     if report.active_bytes:  # 0 for vLLM, whose workers are not asked
-        yield _gauge("engine_active_bytes", "Tensor memory, weights too.", report.active_bytes)
+        words = "Tensor memory with weights, bytes."
+        yield _gauge("engine_active_bytes", words, report.active_bytes)
     yield _gauge("engine_running", "Requests being served.", report.num_running)
     yield _gauge("engine_waiting", "Requests in the engine's own line.", report.num_waiting)
-    words = "Hot KV that waits to be saved."
+    words = "Hot KV that waits to be saved, bytes."
     yield _gauge("engine_save_queue_bytes", words, report.save_queue_bytes)
     events = CounterMetricFamily(
         "thermocline_engine_events", "The engine's counters.", labels=["event"]
@@ -115,10 +118,11 @@ def _of_codec(codec: CodecReport) -> Iterator[Metric]:
     words = "1 while no codec was measured on this model."
     yield _gauge("codec_unmeasured", words, codec.unmeasured)
     yield _gauge("codec_measuring", "1 while the model is being measured.", bool(codec.progress))
-    words = "1 while the host packs KV that lies on a GPU, which is slower."
+    words = "1 while the host packs a GPU's KV, which is slower."
     yield _gauge("codec_packed_by_host", words, bool(codec.why_host))
     if codec.max_kl is not None:
-        yield _gauge("codec_bound_kl", "The most that kl may be, nats.", codec.max_kl)
+        words = "The largest KL that a codec may have, nats."
+        yield _gauge("codec_bound_kl", words, codec.max_kl)
     for field, words in _OF_CODECS:
         rows = ((x.codec_id, str(x.context), getattr(x, field)) for x in codec.rows)
         yield _by(f"codec_{field}", words, "codec context", rows)

@@ -108,7 +108,7 @@ DEFINED: Final = (
     _counter(
         "session_departures",
         "place why",
-        "Sessions whose KV left a place (hot, or a tier), and why.",
+        "Times that a session's KV left a place (hot, or a tier), by reason.",
     ),
     _counter("decisions", "decision", "Decisions of the scheduler."),
     _counter(
@@ -119,7 +119,7 @@ DEFINED: Final = (
     _counter(
         "cache_outcomes",
         "source reason",
-        "Turns by the source of the reused KV, and by the reason why not more was reused.",
+        "Turns by the source of the reused KV, and by the reason why no more was reused.",
     ),
     _counter("tokens", "kind", "Tokens of prompts and answers."),
     _counter("model_loads", "model outcome", "Loads of models on demand, and failures to load."),
@@ -127,7 +127,7 @@ DEFINED: Final = (
     _counter(
         "left_out",
         "kind",
-        "Parts of requests that the engine cannot use, left out of the prompt.",
+        "Parts of requests that were left out because the engine cannot use them.",
     ),
     _counter(
         "prompt_divergences",
@@ -138,7 +138,7 @@ DEFINED: Final = (
     _gauge(
         "limits_shared",
         "",
-        "1 while limits of keys hold over all gateways of one Redis; 0: for this one alone.",
+        "1 while limits of keys are counted over all gateways of a Redis; 0: by this one alone.",
     ),
     _gauge(
         "tenants_full", "tier", "Tenants that hold at least nine tenths of their limit of bytes."
