@@ -53,7 +53,8 @@ MAX_MASKS_S: Final = 2.0
 # In a longer grammar the schema at fault is not searched for, since that compiles each again.
 _MAX_BLAMED_CHARS: Final = 1 << 17
 LIMITS: Final = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-_XGRAMMARS_PLACE: Final = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")  # time and source line
+# xgrammar's time and source line; the lines of our own grammar that llguidance quotes.
+_PLACES: Final = re.compile(r"^\[[\d:]+\] \S+?:\d+: |^at \d+\(\d+\): |\n +\d+ \| .*", re.DOTALL)
 TOO_MUCH: Final = "it is too large or too complex"
 
 
@@ -309,5 +310,5 @@ def reason_of(error: str) -> str:
         return "it describes no value: a $ref leads back to itself, or all choices are impossible"
     if "panic" in error or "backtrace" in error:
         return TOO_MUCH
-    said = _XGRAMMARS_PLACE.sub("", error.partition("<state>")[0])
+    said = _PLACES.sub("", error.partition("<state>")[0])
     return " ".join(said.split())[:500] or TOO_MUCH

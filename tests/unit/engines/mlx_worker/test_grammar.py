@@ -186,9 +186,11 @@ def test_a_choice_without_an_end_gets_a_sentence(plain: Vocabulary) -> None:
         asked(tools=[{"type": "function", "function": function}], tool_choice="required")
 
 
-def test_xgrammars_error_has_no_line_of_its_code() -> None:
+def test_compilers_errors_have_no_lines_of_code() -> None:
     said = "[22:29:19] /project/cpp/regex_converter.cc:83: Regex parsing error: Unclosed '['"
     assert reason_of(said) == "Regex parsing error: Unclosed '['"
+    said = "at 2(9): schema too large\n   1 | start: answer\n   2 | answer: %json {}\n    ^\n"
+    assert reason_of(said) == "schema too large"
 
 
 def test_blames_the_right_tool(plain: Vocabulary) -> None:
