@@ -19,7 +19,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engines.base import EngineError, SessionRef, TierName
+from engines.base import TIERS, EngineError, SessionRef, TierName
 from engines.openai.requests import InvalidRequest
 from gateway.errors import RETRY_LATER_S, Failure, RequestRefused
 from gateway.identity.names import SUFFIX, TASK_SUFFIX, checked_name
@@ -88,7 +88,9 @@ async def demote(request: Request) -> Response:
     try:
         to = msgspec.json.decode(body or b"{}", type=DemoteTo)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"The body is {{}} or {{'tier': NAME}}: {error}.", "tier") from error
+        names = ", ".join(TIERS)
+        message = f"The body is {{}} or {{'tier': NAME}}; tiers are {names}: {error}."
+        raise InvalidRequest(message, "tier") from error
     return await _carried_out(request, session, "demote", to.tier)
 
 

@@ -174,7 +174,8 @@ async def test_a_session_of_any_id_is_pinned_and_forgotten(alice: Caller, sessio
 
 async def test_unfit_requests(alice: Caller) -> None:
     await alice.chat("hi", session="fit")
-    assert (await alice.verb("fit", "demote", {"tier": "tape"}))[0] == 400
+    status, refusal = await alice.verb("fit", "demote", {"tier": "tape"})
+    assert status == 400 and "ram, disk, redis" in refusal["error"]["message"]
     assert (await alice.verb("fit", "demote", {"to": "disk"}))[0] == 400
     assert (await alice.verb("fit", "explode"))[0] in (404, 405)
     assert (await alice.call("GET", "/v1/sessions/" + "x" * 257))[0] == 400
