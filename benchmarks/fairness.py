@@ -26,7 +26,7 @@ from benchmarks.stacks.vllm_stack import with_plugin
 from gateway.keys import generate_key
 
 PLACES = 8
-PROMPT_TOKEN = 0.25  # of a token of an answer, which takes a step of its own
+PROMPT_TOKEN = 0.25  # its cost over that of an answer's token, which takes a step
 EVERY_S = 5.0
 CHAT_TOKENS = 8
 

@@ -58,7 +58,7 @@ SHOWN = 10
 MOST_BYTES = 64 << 20  # beyond the input
 MOST_CPU_S = 0.05
 TRIES = 3  # of an input that took too long: kernels and tables are made once
-COUNTED = 64  # one in so many inputs is read while its bytes are counted
+COUNTED = 64  # of this many inputs, one is read while its bytes are counted
 PAGE = resource.getpagesize()
 
 

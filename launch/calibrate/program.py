@@ -226,7 +226,7 @@ class CalibrateOptions:
     texts: Sequence[Path]
     eval_texts: Sequence[Path]
     presets: str | None  # names and groups, separated by commas; None = ``USUAL_PRESETS``
-    contexts: str | None  # None = ``USUAL_CONTEXTS``, as far as the model can take them
+    contexts: str | None  # None = those of ``USUAL_CONTEXTS`` that the model can take
 
 
 def order_of(
@@ -241,7 +241,7 @@ def order_of(
     for path in (*options.texts, *options.eval_texts):
         _check_text(path)
     if both := {x.resolve() for x in options.texts} & {x.resolve() for x in options.eval_texts}:
-        raise UsageError(f"{both.pop()} cannot be learned from and be judged by; take another")
+        raise UsageError(f"{both.pop()} cannot serve both --text and --eval-text; use another file")
     longest, window = stated_context(model.config()), USUAL_WINDOW
     if longest is not None:  # a short model learns from shorter texts
         window = max(128, min(window, longest - AFTER_CONTEXT))
@@ -261,12 +261,12 @@ def order_of(
 def _check_text(path: Path) -> None:
     """Raise ``UsageError`` for a file that is missing, empty or not text."""
     if not path.is_file():  # a pipe is refused: reading it here would leave the engine nothing
-        raise UsageError(f"{path} is no file that can be read")
+        raise UsageError(f"{path} is no regular file")
     try:
         with path.open("rb") as file:
             begin = file.read(SNIFFED_BYTES)
     except OSError as error:
-        raise UsageError(f"{path} is no file that can be read: {error.strerror}") from error
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     if not begin.strip():
         raise UsageError(f"{path} is empty")
     if b"\0" in begin:
@@ -296,19 +296,19 @@ def _contexts(wished: str | None, longest: int | None) -> tuple[int, ...]:
     except ValueError:
         raise UsageError(f"--contexts {text}: write numbers of tokens, such as 2048,6144") from None
     if max(contexts) > MOST_CONTEXT:
-        raise UsageError(f"--contexts {text}: {MOST_CONTEXT} tokens are the most")
+        raise UsageError(f"--contexts {text}: at most {MOST_CONTEXT} tokens")
     if min(contexts) < 128:
-        raise UsageError(f"--contexts {text}: fewer than 128 tokens are never packed")
+        raise UsageError(f"--contexts {text}: at least 128 tokens")
     most = max(contexts) if longest is None else longest - AFTER_CONTEXT
     if most < 128:
         raise UsageError(
-            f"this model takes {longest} tokens; to measure it takes {128 + AFTER_CONTEXT}"
+            f"the model's context has {longest} tokens; measuring needs {128 + AFTER_CONTEXT}"
         )
     if wished is None:
         return tuple(x for x in contexts if x <= most) or (most // 128 * 128,)
     if max(contexts) > most:
         raise UsageError(
-            f"--contexts {text}: this model takes {longest} tokens, of which {AFTER_CONTEXT} are"
-            f" needed after the context; ask for {most} at most"
+            f"--contexts {text}: the model's context has {longest} tokens, of which {AFTER_CONTEXT}"
+            f" are needed after the measured ones; measure at most {most}"
         )
     return contexts

@@ -60,7 +60,7 @@ def measure_served(
             return _final_report(codec)
         elif clock() - heard > SILENCE_S:
             raise LaunchError(
-                "the server measures no more, and does not say why: its engine may have been"
+                "the server stopped measuring without a reason: its engine may have been"
                 " restarted; look at its log, and ask again"
             )
 

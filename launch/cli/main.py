@@ -209,7 +209,7 @@ def calibrate(
         own = (text, eval_text, presets, contexts, profile, config, assignments)
         if any(own):
             raise UsageError(
-                "with --url the server measures what it serves, in its own way: leave out all"
+                "with --url the server measures the model that it serves: leave out all"
                 " options but --api-key, --model and --json"
             )
         remote = Remote(url, api_key, model or "")

@@ -76,11 +76,11 @@ def plan(
         raise UsageError("name the model once, as an argument or with --model")
     context.params["model"] = [named] if named else model
     if machines and sessions is not None:
-        raise UsageError("--sessions counts for this machine; leave it out with --machines")
+        raise UsageError("--sessions is for this machine; leave it out with --machines")
     if sessions is not None:
         context.params["session_context"] = _one_length(lengths)
     if weights and bits:
-        raise UsageError("--weights says what the weights take; leave --bits out")
+        raise UsageError("--weights gives the size of the weights; leave --bits out")
     try:
         nbytes = parse_bytes(weights) if weights else None
     except ValueError as error:
@@ -91,7 +91,7 @@ def plan(
     if nbytes or bits:
         asked = options.chosen(context, os.environ, as_profiled=True)
         if asked.engines:
-            raise UsageError("--weights and --bits count for one model; name it with --model")
+            raise UsageError("--weights and --bits are for one model; name it with --model")
         nbytes = weights_at(asked, bits) if bits else nbytes
     fitted = options.fitted(context, os.environ, as_profiled=True, planned_weights=nbytes)
     _plan_here(fitted, lengths, as_json)
@@ -101,9 +101,7 @@ def _one_length(lengths: str | None) -> int:
     try:
         return int(lengths or "")
     except ValueError:
-        raise UsageError(
-            "--sessions wants one length of session beside it, such as --context 8192"
-        ) from None
+        raise UsageError("--sessions needs one length of session, such as --context 8192") from None
 
 
 def _plan_here(effective: EffectiveSettings, lengths: str | None, as_json: bool) -> None:
@@ -135,7 +133,7 @@ def _plan_machines(
     from launch.plan.machines import machine_plans
 
     if effective.engines:
-        raise UsageError("--machines counts for one model; name it with --model")
+        raise UsageError("--machines is for one model; name it with --model")
     try:
         contexts = [int(x) for x in lengths.split(",")] if lengths else None
     except ValueError as error:

@@ -77,7 +77,7 @@ def every_token(config: Config, names: Names = USUAL) -> CacheShape:
 
 
 def keeps_windows_whole(names: Names = USUAL) -> Family:
-    """Return the family of models with sliding windows of which mlx_lm keeps every token."""
+    """Return the family of models with sliding windows whose caches keep every token in mlx_lm."""
 
     def family(config: Config) -> CacheShape:
         layers = every_token(config, names).growing

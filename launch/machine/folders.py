@@ -165,8 +165,8 @@ def private_folder(path: Path) -> Path:
         raise LaunchError(f"{folder} cannot be written by this user; {_ELSEWHERE}")
     if _noexec(folder):
         raise LaunchError(
-            f"{folder} lies on a file system from which no code may be run (noexec), and engines"
-            f" load there what they compile; {_ELSEWHERE}"
+            f"{folder} is on a file system from which no code may be run (noexec), and engines load"
+            f" compiled code from there; {_ELSEWHERE}"
         )
     return folder
 
@@ -186,7 +186,7 @@ def require_closed_folder(path: str, setting: str) -> None:
     if flaw:
         raise LaunchError(
             f"{setting}={path} cannot be used: {flaw}; make a folder for it that this user alone"
-            " can write (mkdir -m 700), below none that others can, and name a path in that"
+            " can write (mkdir -m 700), below no folder that others can, and name a path in it"
         )
 
 

@@ -114,7 +114,7 @@ def with_capacity(effective: EffectiveSettings) -> EffectiveSettings:
         ways = "; or ".join(what_would(needs_at, space, wish.sessions, wish.context))
         raise UsageError(
             f"{wish.sessions} sessions of {wish.context} tokens do not fit here: {reason}. What"
-            f" would: {ways}"
+            f" would fit: {ways}"
         )
     budgets = choose_budgets(needs, space, wish.sessions)
     chosen = {
@@ -359,7 +359,9 @@ def _asleep(effective: EffectiveSettings, cold: dict[str, ColdPlan]) -> Asleep:
     # ``cold`` names a codec of whole sessions by both parts, "ROWS+STATES".
     names = [x for x in cold if x == choice.name or x.partition("+")[0] == choice.name]
     if not names:
-        raise LaunchError(f"nothing is known of what codec {choice.name} takes of this model")
+        raise LaunchError(
+            f"the size of sessions with codec {choice.name} is not known for this model"
+        )
     now = cold[names[0]].bytes_per_session
     if choice.unmeasured and planned:
         return Asleep(USUAL, cold[USUAL].bytes_per_session, planned=True, until_then=now)

@@ -115,8 +115,8 @@ def machine_plans(
     model = _weighed(effective, weights, bits)
     if not model.weights:
         raise UsageError(
-            f"{model.name} is here without weights, and what they take cannot be estimated from its"
-            " config.json: say it, for instance --weights 18GiB"
+            f"the weights of {model.name} are not here, and their size cannot be estimated from its"
+            " config.json: give it, for instance --weights 18GiB"
         )
     given = OtherBudgets(
         *(

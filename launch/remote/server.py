@@ -121,7 +121,7 @@ class Address:
         except (aiohttp.ClientError, TimeoutError, OSError, UnicodeError) as error:
             raise self.unreachable(error) from error
         if len(raw) >= _MOST_BYTES:
-            raise LaunchError(f"{self.name} gives an answer of more than {_MOST_BYTES >> 20} MiB")
+            raise LaunchError(f"{self.name} sent an answer of more than {_MOST_BYTES >> 20} MiB")
         return answer.status, content_of(raw)
 
     def unreachable(self, error: BaseException) -> LaunchError:

@@ -20,7 +20,7 @@ UNKNOWN: Final = "unknown"
 CACHED: Final = "cached"  # KV was reused, but the server does not say from where
 MISS: Final = "miss"
 MOST_CHARACTERS: Final = 1 << 20  # of an answer
-MOST_GAPS: Final = 4096  # of an answer only so many times between chunks are kept
+MOST_GAPS: Final = 4096  # times between chunks that are recorded of an answer
 ERROR_BYTES: Final = 64 << 10
 Message = Mapping[str, Any]
 

@@ -181,9 +181,9 @@ def _check_aliases(settings: Settings) -> None:
     names = {name for x in settings.engines for name in (x.name, *x.aliases)}
     for alias in settings.gateway.model_aliases:
         if alias in names:
-            raise UsageError(f"gateway.model_aliases: a model is called {alias!r}; leave it out")
+            raise UsageError(f"gateway.model_aliases: {alias!r} is a model's name; leave it out")
     if settings.engines and settings.engine.served_model_name:
-        raise UsageError("engine.served_model_name: each of several engines has a name of its own")
+        raise UsageError("engine.served_model_name: with [[engines]], set the name of each instead")
 
 
 def _built_engine(
@@ -242,15 +242,15 @@ def _on_demand(
     """
     if settings.engine.url or settings.engine.replica_list:
         raise UsageError(
-            f"engines, {entry.name}: an engine that runs elsewhere is not ours to unload; leave out"
-            " load = on-demand"
+            f"engines, {entry.name}: this server cannot unload an engine that runs elsewhere; leave"
+            " out load = on-demand"
         )
     store = settings.store
     rests_in: TierName | None = "disk" if store.disk_bytes else "redis" if store.redis_url else None
     if rests_in is None:
         raise UsageError(
             f"engines, {entry.name}: load = on-demand needs a disk tier (--disk) or Redis"
-            " (--redis): its sessions rest there while it is not loaded"
+            " (--redis) for its sessions while it is not loaded"
         )
     timeout_s = settings.engine.start_timeout_s
     return OnDemand(entry.name, engine, sessions, entry.unload_after_s, timeout_s, rests_in)
@@ -260,7 +260,7 @@ def _model(effective: EffectiveSettings) -> Model:
     """Return the model that the engine is to load, with the name that clients use."""
     engine = effective.settings.engine
     if not engine.served_model_name.isprintable():
-        raise UsageError("engine.served_model_name has control characters: clients would obey them")
+        raise UsageError("engine.served_model_name has control characters, which terminals obey")
     if effective.engine_kind in ("attached", "fake"):  # these load no model of ours
         return Model(engine.model, engine.served_model_name or effective.engine_kind, None)
     model = find_model(engine.model, effective.folders.cache)

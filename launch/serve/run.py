@@ -96,7 +96,7 @@ def serve(
 
 
 def _admin_sockets(stack: ExitStack, config: GatewayConfig) -> list[socket.socket]:
-    """Return the admins' own port and unix socket, bound, as far as the settings name them."""
+    """Return the bound sockets for admins that the settings name: a port, a unix socket."""
     sockets = []
     if config.admin_port:
         own = msgspec.structs.replace(config, host=config.admin_host, port=config.admin_port)

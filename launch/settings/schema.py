@@ -63,8 +63,8 @@ def check_entries(entries: Sequence[EngineEntry], given: Sequence[Mapping[str, A
             raise UsageError("engines: name and aliases need at least one character")
         if "hot_bytes" in fields:
             raise UsageError(
-                f"engines, {entry.name}: hot_bytes is the machine's, in [engine]; say by share how"
-                " much of it this model gets, beside the other ones' share = 1"
+                f"engines, {entry.name}: hot_bytes is a budget of the machine, in [engine]; set"
+                " this model's share of it (the default is share = 1)"
             )
     names = [name for entry in entries for name in (entry.name, *entry.aliases)]
     for name in names:
@@ -75,7 +75,9 @@ def check_entries(entries: Sequence[EngineEntry], given: Sequence[Mapping[str, A
     folded = [entry.name.casefold() for entry in entries]
     for entry in entries:  # on a case-insensitive disk both would use the same folder
         if folded.count(entry.name.casefold()) > 1:
-            raise UsageError(f"engines: another model is called as {entry.name!r} is, but for case")
+            raise UsageError(
+                f"engines: the name {entry.name!r} differs from another one only in case"
+            )
 
 
 class CapacityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -246,7 +246,7 @@ def from_environment(fields: Fields, environ: Mapping[str, str]) -> Layer:
             continue
         if variable not in names and variable.upper() in {*names, *others}:
             raise UsageError(
-                f"{variable} in the environment is not read; in capitals it is: {variable.upper()}"
+                f"{variable} in the environment is not read; in capitals: {variable.upper()}"
             )
         if variable not in names:
             raise unknown(variable, "the environment", [*names, *others])

@@ -72,10 +72,10 @@ def test_a_table_its_rows_as_json_and_a_profile_that_is_kept(folder: Path) -> No
     ("arguments", "said"),
     [
         (("--contexts", "2k"), "--contexts 2k: write numbers"),
-        (("--contexts", "64"), "fewer than 128 tokens"),
+        (("--contexts", "64"), "at least 128 tokens"),
         (("--contexts", "7000"), "no text has 7256 tokens; give longer ones by --eval-text"),
         (("--json", "nowhere/rows.json"), "there is no folder"),
-        (("--text", "nowhere.txt"), "nowhere.txt is no file"),
+        (("--text", "nowhere.txt"), "nowhere.txt is no regular file"),
     ],
 )
 def test_what_cannot_be_done(folder: Path, arguments: tuple[str, ...], said: str) -> None:
@@ -108,7 +108,7 @@ def test_a_data_folder_that_cannot_be_is_said_before_anything_is_measured(folder
 
 def test_nothing_is_judged_by_what_it_was_learned_from(folder: Path) -> None:
     done = run(folder, "--text", str(folder / "text.txt"))
-    assert done.returncode == 2 and "cannot be learned from and be judged by" in done.stderr
+    assert done.returncode == 2 and "cannot serve both --text and --eval-text" in done.stderr
 
 
 def test_a_killed_command_leaves_no_program_running(folder: Path) -> None:

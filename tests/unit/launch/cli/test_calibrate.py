@@ -163,11 +163,11 @@ def test_usual_contexts_are_those_that_the_model_takes(tmp_path, longest, contex
 
 def test_a_context_that_the_model_does_not_take_is_refused(tmp_path: Path) -> None:
     assert contexts_for(tmp_path, 4096, "3584") == (3584,)
-    with pytest.raises(UsageError, match="takes 4096 tokens, .* ask for 3584 at most"):
+    with pytest.raises(UsageError, match="has 4096 tokens, .* measure at most 3584"):
         contexts_for(tmp_path, 4096, "3585")
-    with pytest.raises(UsageError, match="to measure it takes 640"):
+    with pytest.raises(UsageError, match="measuring needs 640"):
         contexts_for(tmp_path, 600, None)
-    with pytest.raises(UsageError, match="1048576 tokens are the most"):
+    with pytest.raises(UsageError, match="at most 1048576 tokens"):
         contexts_for(tmp_path, None, "99999999999")
 
 

@@ -131,7 +131,7 @@ def test_a_wish_in_words_and_impossible_ones(run, model):
     tight = ("--disk", "16MiB", "--ram", "4MiB", "--port", "0")
     code, _, err = run("serve", *wish, *tight, "--sessions", "900", "--context", "4096")
     assert code == 2
-    assert "What would: --sessions " in err
+    assert "What would fit: --sessions " in err
     for arguments, words in (
         (("--sessions", "9"), "belong together"),
         (("--sessions", "9", "--context", "5000"), "takes 1 to 4096 tokens"),

@@ -151,7 +151,7 @@ def test_without_tables_there_is_one_engine(tmp_path):
         ("[[engines]]\nname = 'a b'", "'a b' is no name"),
         ("[[engines]]\nname = ''", "need at least one character"),
         ("[[engines]]\nname = 'a'\n[[engines]]\nname = 'b'\naliases = ['a']", "go by the name 'a'"),
-        ("[[engines]]\nname = 'a'\nhot_bytes = '1GiB'", "say by share"),
+        ("[[engines]]\nname = 'a'\nhot_bytes = '1GiB'", "set this model's share"),
         ("[[engines]]\nname = 'a'\nmodell = 'x'", "did you mean engines.model"),
         ("[[engines]]\nname = 'a'\nunload_after_s = 'soon'", "unload_after_s"),
         ("[engines]\nname = 'a'", "write a table [[engines]]"),

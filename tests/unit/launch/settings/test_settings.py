@@ -104,8 +104,8 @@ def test_units_may_be_written_in_a_file(tmp_path):
             "ENGINE__HOTBYTES in the environment is not a setting; did you mean"
             " THERMOCLINE_ENGINE__HOT_BYTES?",
         ),
-        ({"thermocline_engine__hot_bytes": "5GiB"}, "in capitals it is: THERMOCLINE_ENGINE__HOT_B"),
-        ({"Thermocline_Url": "http://h"}, "in capitals it is: THERMOCLINE_URL"),
+        ({"thermocline_engine__hot_bytes": "5GiB"}, "in capitals: THERMOCLINE_ENGINE__HOT_B"),
+        ({"Thermocline_Url": "http://h"}, "in capitals: THERMOCLINE_URL"),
         ({"thermocline_engine__hotbytes": "5GiB"}, "__hotbytes in the environment is not a sett"),
         ({"THERMOCLINE_PROFIL": "cpu"}, "did you mean THERMOCLINE_PROFILE?"),
         ({"THERMOCLINE_ZZZ": "1"}, "THERMOCLINE_ZZZ in the environment is not a setting"),
