@@ -33,7 +33,7 @@ OF_EACH_ENGINE = (
 
 app = typer.Typer(
     name="thermocline",
-    help="Serves a language model to many chats; the quiet ones sleep, packed, and wake up fast.",
+    help="Serves a language model to many chats; the quiet ones sleep packed and wake up fast.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -67,34 +67,46 @@ def serve(
     model: options.Models = None,
     engine: Annotated[
         str | None,
-        typer.Option(help="mlx, vllm, fake, attached or module:Attr; default: by hardware."),
+        typer.Option(help="mlx, vllm, fake, attached or module:Attr; default: by the hardware."),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[str | None, typer.Option(help="Port to listen on; 0 = any.")] = None,
+    port: Annotated[str | None, typer.Option(help="Port to listen on; 0 = any free one.")] = None,
     sessions: options.Sessions = None,
     session_context: options.SessionContext = None,
     hot: options.Hot = None,
     ram: options.Ram = None,
     disk: options.Disk = None,
-    redis: Annotated[str | None, typer.Option(metavar="URL", help="Cold KV in Redis.")] = None,
+    redis: Annotated[
+        str | None, typer.Option(metavar="URL", help="Redis server for cold KV.")
+    ] = None,
     codec: options.Codec = None,
     idle_after: Annotated[
-        str | None, typer.Option(metavar="TIME", help="A session this quiet hibernates.")
+        str | None, typer.Option(metavar="TIME", help="Idle time until a session sleeps.")
     ] = None,
     api_keys: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Lines made by `thermocline keys new`.")
+        str | None,
+        typer.Option(metavar="FILE", help="File of keys, as `thermocline keys new` makes."),
     ] = None,
     allow_anonymous: Annotated[
         bool | None,
-        typer.Option("--allow-anonymous", help="Serve other machines without API keys."),
+        typer.Option("--allow-anonymous", help="Let other machines call without API keys."),
     ] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="What clients call it.")] = None,
-    engine_url: Annotated[str | None, typer.Option(help="Attach to a running engine.")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The model's name for clients.")
+    ] = None,
+    engine_url: Annotated[
+        str | None, typer.Option(help="Address of a running engine to attach to.")
+    ] = None,
     engine_control: Annotated[
-        str | None, typer.Option(help="Its control address: unix:/path or tcp://host:port.")
+        str | None,
+        typer.Option(help="The engine's control address: unix:/path or tcp://host:port."),
     ] = None,
-    data_dir: Annotated[str | None, typer.Option(help="Secret and cold sessions.")] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    data_dir: Annotated[
+        str | None, typer.Option(help="Folder of the secret and of cold sessions.")
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="Level of the log: debug, info, warning or error.")
+    ] = None,
     profile: options.Profile = None,
     config: options.Config = None,
     assignments: options.Assignments = None,
@@ -169,26 +181,28 @@ def calibrate(
     context: typer.Context,
     model: options.Model = None,
     text: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Learn from this; may be repeated.")
+        list[Path] | None, typer.Option(metavar="FILE", help="Text to learn from; may be repeated.")
     ] = None,
     eval_text: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Judge by this; may be repeated.")
+        list[Path] | None, typer.Option(metavar="FILE", help="Text to judge by; may be repeated.")
     ] = None,
     presets: Annotated[
         str | None,
-        typer.Option(metavar="NAME,NAME", help="Codecs to measure, or: ours, usual, all."),
+        typer.Option(metavar="NAME,NAME", help="Codecs to measure, or a group: ours, usual, all."),
     ] = None,
     contexts: Annotated[
         str | None,
-        typer.Option(metavar="N,N", help="Tokens that go through the codec [2048,6144]."),
+        typer.Option(metavar="N,N", help="Tokens to pack and restore; default: 2048,6144."),
     ] = None,
-    json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the rows there.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="File for the results, as JSON.")
+    ] = None,
     url: Annotated[
         str | None,
-        typer.Option(help="Have the server there measure what it serves, in idle moments."),
+        typer.Option(help="Let the server at this address measure its model, in idle moments."),
     ] = None,
     api_key: Annotated[
-        str, typer.Option(envvar="THERMOCLINE_API_KEY", help="An admin's, for --url.")
+        str, typer.Option(envvar="THERMOCLINE_API_KEY", help="An admin key, for --url.")
     ] = "",
     profile: options.Profile = None,
     config: options.Config = None,

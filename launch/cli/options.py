@@ -21,11 +21,13 @@ from launch.settings.sources import (
     from_profile,
 )
 
-Config = Annotated[Path | None, typer.Option("--config", help="A TOML file of settings.")]
-Profile = Annotated[str | None, typer.Option("--profile", help="Settings that ship with us.")]
+Config = Annotated[Path | None, typer.Option("--config", help="TOML file of settings.")]
+Profile = Annotated[
+    str | None, typer.Option("--profile", help="Settings for a machine: gb10, cuda, cpu or apple.")
+]
 Assignments = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Any setting; may be repeated."),
+    typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Sets any setting; may be repeated."),
 ]
 Model = Annotated[
     str | None, typer.Option("--model", help="Local folder or hub id; default: the sample model.")
@@ -37,17 +39,27 @@ Models = Annotated[
         help="Local folder or hub id; default: the sample model. Several: each gets an engine.",
     ),
 ]
-Codec = Annotated[str | None, typer.Option("--codec", help="auto, raw, dense3, max, tq4 ...")]
-Hot = Annotated[str | None, typer.Option("--hot", metavar="SIZE", help="Live KV, e.g. 4GiB.")]
-Ram = Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Cold KV in memory.")]
-Disk = Annotated[str | None, typer.Option("--disk", metavar="SIZE", help="Cold KV on disk.")]
+Codec = Annotated[
+    str | None,
+    typer.Option("--codec", help="How sessions are packed: auto, raw, dense3, max, tq4 ..."),
+]
+Hot = Annotated[
+    str | None, typer.Option("--hot", metavar="SIZE", help="Budget of live KV, e.g. 4GiB.")
+]
+Ram = Annotated[
+    str | None, typer.Option("--ram", metavar="SIZE", help="Budget of cold KV in memory.")
+]
+Disk = Annotated[
+    str | None, typer.Option("--disk", metavar="SIZE", help="Budget of cold KV on disk.")
+]
 Sessions = Annotated[
-    int | None, typer.Option("--sessions", metavar="N", help="Keep so many sessions alive.")
+    int | None,
+    typer.Option("--sessions", metavar="N", help="Number of sessions to keep, awake or asleep."),
 ]
 SessionContext = Annotated[
-    int | None, typer.Option("--context", metavar="N", help="Tokens of each of --sessions.")
+    int | None, typer.Option("--context", metavar="N", help="Tokens of each of these sessions.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 # Profiles of machines whose engine computes on a GPU.
 GPU_PROFILES = ("cuda", "gb10")

@@ -39,17 +39,21 @@ def plan(
     model: options.Models = None,
     sessions: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Say what budgets so many sessions of --context take."),
+        typer.Option(
+            metavar="N", help="Show the budgets that this many sessions of --context need."
+        ),
     ] = None,
     lengths: Annotated[
         str | None,
         typer.Option("--context", metavar="N,N", help="Tokens per session, such as 2048,8192."),
     ] = None,
     machines: Annotated[
-        bool, typer.Option("--machines", help="A GB10, GPUs and Macs instead of this machine.")
+        bool,
+        typer.Option("--machines", help="Plan for a GB10, GPUs and Macs instead of this machine."),
     ] = False,
     weights: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Bytes of the weights; default: counted.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Size of the weights; default: that of their files."),
     ] = None,
     bits: Annotated[
         float | None,
@@ -57,7 +61,7 @@ def plan(
             metavar="N",
             min=1,
             max=32,
-            help="Count the weights as quantised to so many bits; default: as they are.",
+            help="Assume weights of this many bits; default: as they are.",
         ),
     ] = None,
     hot: options.Hot = None,

@@ -44,9 +44,12 @@ Url = Annotated[
     ),
 ]
 Key = Annotated[
-    str, typer.Option("--api-key", envvar="THERMOCLINE_API_KEY", help="If the server needs one.")
+    str,
+    typer.Option(
+        "--api-key", envvar="THERMOCLINE_API_KEY", help="The API key, if the server needs one."
+    ),
 ]
-OfModel = Annotated[str, typer.Option("--model", help="Of several that are served, this one.")]
+OfModel = Annotated[str, typer.Option("--model", help="One of several served models.")]
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Session ids.")]
 
 
@@ -149,18 +152,23 @@ def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
 def chat(
     url: Url = "",
     api_key: Key = "",
-    model: Annotated[str, typer.Option(help="Default: the first that the server lists.")] = "",
-    session: Annotated[str, typer.Option(help="Its id; default: a new one.")] = "",
+    model: Annotated[
+        str, typer.Option(help="The served model; default: the first that the server lists.")
+    ] = "",
+    session: Annotated[str, typer.Option(help="The session's id; default: a new one.")] = "",
     system: Annotated[
         str, typer.Option(help="Instructions for the model, before the conversation.")
     ] = "",
     max_tokens: Annotated[
-        int, typer.Option(min=0, help="Of an answer; 0 = the server's own.")
+        int, typer.Option(min=0, help="The most tokens of an answer; 0 = the server's default.")
     ] = 512,
     temperature: Annotated[
-        float, typer.Option(min=0, max=2, help="0 = always the likeliest token.")
+        float,
+        typer.Option(min=0, max=2, help="Temperature of sampling; 0 = always the likeliest token."),
     ] = 0.0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="The answers, and nothing else.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print the answers and nothing else.")
+    ] = False,
 ) -> None:
     """Chat in the terminal, and see the session sleep and come back.
 
@@ -180,10 +188,12 @@ def chat(
 def top(
     url: Url = "",
     api_key: Key = "",
-    sort: Annotated[str, typer.Option(help="recent, tokens, bytes or saved.")] = "recent",
-    only: Annotated[str, typer.Option(help="all, awake, asleep, pinned or tasks.")] = "all",
-    once: Annotated[bool, typer.Option("--once", help="One frame.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The snapshot as JSON.")] = False,
+    sort: Annotated[str, typer.Option(help="Order: recent, tokens, bytes or saved.")] = "recent",
+    only: Annotated[
+        str, typer.Option(help="Sessions to show: all, awake, asleep, pinned or tasks.")
+    ] = "all",
+    once: Annotated[bool, typer.Option("--once", help="Print one frame.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the snapshot as JSON.")] = False,
 ) -> None:
     """Watch a running server: requests, memory, sessions as they sleep and come back.
 
@@ -222,9 +232,11 @@ def connect(
     ],
     url: Url = "",
     api_key: Key = "",
-    named: Annotated[str, typer.Option("--model", help="Default: the first that is loaded.")] = "",
+    named: Annotated[
+        str, typer.Option("--model", help="The served model; default: the first that is loaded.")
+    ] = "",
     write: Annotated[
-        bool, typer.Option("--write", help="Merge it into the client's own file of settings.")
+        bool, typer.Option("--write", help="Merge the settings into the client's own file.")
     ] = False,
 ) -> None:
     """Show what an agent, a chat page or an editor needs to use a running server."""
@@ -285,7 +297,9 @@ def list_keys(url: Url = "", api_key: Key = "", as_json: Json = False) -> None:
 
 @keys_app.command("revoke")
 def revoke_key(
-    key_id: Annotated[str, typer.Argument(metavar="ID", help="As `thermocline keys list` says.")],
+    key_id: Annotated[
+        str, typer.Argument(metavar="ID", help="The key's id, as `thermocline keys list` shows it.")
+    ],
     url: Url = "",
     api_key: Key = "",
 ) -> None:
@@ -296,12 +310,12 @@ def revoke_key(
 
 @keys_app.command("new")
 def new_key(
-    tenant: Annotated[str, typer.Argument(help="Whose sessions the key opens.")],
+    tenant: Annotated[str, typer.Argument(help="The tenant whose sessions the key opens.")],
     append: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Add the line to this file (0600).")
+        Path | None, typer.Option(metavar="FILE", help="Append the key's line to this file (0600).")
     ] = None,
     url: Annotated[
-        str, typer.Option(help="Have this running server make and keep it; needs an admin key.")
+        str, typer.Option(help="Let this running server make and keep the key; needs an admin key.")
     ] = "",
     api_key: Key = "",
 ) -> None:
