@@ -33,6 +33,7 @@ from gateway.watch.requests import Usage
 MAX_HELD_BYTES = 1 << 20
 # A larger event cannot be a chunk of an answer.
 MAX_EVENT_BYTES = 16 << 20
+ENGINE_FAILED = "The engine failed; its log says why. Try again."
 DONE = b"[DONE]"
 KEEPALIVE = b": keepalive\n\n"
 _EVENT, _PREFILL = b"data:", b": prefill "
@@ -107,8 +108,9 @@ class Chunk(msgspec.Struct, frozen=True):
         """The engine's error message; None if there was no error."""
         if self.error is None:
             return None
-        message = self.error.get("message") if isinstance(self.error, dict) else None
-        return message if isinstance(message, str) else "The engine failed; its log says why."
+        error = self.error if isinstance(self.error, dict) and not _is_vllms(self.error) else {}
+        message = error.get("message")
+        return message if isinstance(message, str) else ENGINE_FAILED
 
 
 _decoder = msgspec.json.Decoder(Chunk)
@@ -213,7 +215,7 @@ class AnswerStream:
                 continue
             is_hidden = self._read_line(line) and self._hides_usage
             if not is_hidden:
-                yield line
+                yield _with_our_words(line) if self.failed else line
 
     def _read_line(self, line: bytes) -> bool:
         """Note the facts in a line; return True for the event that only has token counts."""
@@ -316,6 +318,17 @@ def _peek(data: bytes) -> _Peek:
         return _peek_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _NOTHING_SAID
+
+
+def _is_vllms(error: Any) -> bool:
+    """Return whether an event's error is a fault in vLLM; its words are of no use to the client."""
+    return isinstance(error, dict) and error.get("code") == 500
+
+
+def _with_our_words(line: bytes) -> bytes:
+    if not line.startswith(_EVENT) or not _is_vllms(_peek(line[len(_EVENT) :].strip()).error):
+        return line
+    return b"data: " + Failure(502, ENGINE_FAILED, None, "engine").json() + b"\n"
 
 
 def parse_usage(body: bytes) -> Usage | None:

@@ -27,7 +27,7 @@ from engines.client.connection import StallWatchdog
 from engines.http import CACHE_HEADER, ClientGone
 from engines.openai.requests import Json
 from gateway.errors import Failure, failure_of
-from gateway.relay.answer import AnswerFormat, AnswerStream, TranslatedStream
+from gateway.relay.answer import ENGINE_FAILED, AnswerFormat, AnswerStream, TranslatedStream
 from gateway.watch.requests import Usage
 
 log = logging.getLogger("thermocline.gateway")
@@ -168,7 +168,7 @@ def _failure_from(status: int, error: Json) -> Failure:
         param, code = "messages", "context_length_exceeded"  # vLLM names neither
     if status == 500 and not isinstance(code, str):
         log.warning("the engine failed: %s", message)  # of no use to the client
-        return Failure(502, "The engine failed; its log says why. Try again.", None, "engine", 1.0)
+        return Failure(502, ENGINE_FAILED, None, "engine", 1.0)
     return Failure(
         status,
         message,

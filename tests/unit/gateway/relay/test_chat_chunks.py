@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.relay.answer import MAX_HELD_BYTES, AnswerStream, parse_usage
+from gateway.errors import Failure
+from gateway.relay.answer import (
+    ENGINE_FAILED,
+    MAX_HELD_BYTES,
+    AnswerStream,
+    parse_usage,
+    read_chunk,
+)
 
 STREAM = (
     b": keep-alive\n\n"
@@ -94,6 +103,14 @@ def test_an_error_of_the_engine_is_noticed() -> None:
     events = AnswerStream()
     events.feed(b'data: {"choices":[]}\n\ndata: {"error":{"message":"x"}}\n\ndata: [DONE]\n\n')
     assert events.failed and events.complete
+
+
+def test_a_fault_in_vllm_has_our_words() -> None:
+    said = {"message": "See stack trace (above)", "type": "InternalServerError", "code": 500}
+    data = json.dumps({"error": said}).encode()
+    shown = AnswerStream().feed(b"data: " + data + b"\n\ndata: [DONE]\n\n")
+    assert shown == Failure(502, ENGINE_FAILED, None, "engine").event()
+    assert read_chunk(data).failure == ENGINE_FAILED
 
 
 def test_usage_that_cannot_be_read_is_none() -> None:
