@@ -105,8 +105,8 @@ def _server(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     if found := describe_server(environ):
         return "ok", found
     if url := environ.get(URL_VARIABLE):
-        return "warning", f"no server of ours answers at {url} (--url, {URL_VARIABLE})"
-    return "ok", "none runs here"
+        return "warning", f"no Thermocline server answers at {url} (--url, {URL_VARIABLE})"
+    return "ok", "no server runs here"
 
 
 def _python(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
@@ -123,7 +123,7 @@ def _names(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
 
 def _capacity(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     """Check that ``capacity.sessions`` fit; the other checks know only budgets in bytes."""
-    return "ok", "; ".join(with_capacity(effective).capacity) or "no --sessions to make room for"
+    return "ok", "; ".join(with_capacity(effective).capacity) or "no --sessions are set"
 
 
 def _engine(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
@@ -173,7 +173,7 @@ def _attached(urls: str, controls: str) -> Result:
         except EngineError as error:
             return "failure", str(error)
         except (OSError, OverflowError) as error:
-            return "failure", f"nothing listens at {control}, of the engine at {url}: {error}"
+            return "failure", f"nothing listens at {control}, the control address of {url}: {error}"
         words.append(f"{url}, and {control} listens")
     return "ok", "; ".join(words)
 
@@ -197,7 +197,7 @@ def _listed(url: str) -> Result:
         socket.create_connection((parts.hostname or "", port), ATTACH_DEADLINE_S).close()
     except (OSError, ValueError) as error:
         return "failure", f"nothing listens at engine.replica_list {url}: {error}"
-    return "ok", f"the list of replicas at {url} is served"
+    return "ok", f"{url} serves the list of replicas"
 
 
 def pinned_versions(requirements: Sequence[str]) -> dict[str, str]:
@@ -216,7 +216,7 @@ def _blas(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
 def _private_folders(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     """Check the folders into which engines compile code and from which they load it."""
     if effective.engine_kind == "attached":
-        return "ok", "the engine's own"
+        return "ok", "left to the engine"
     cache = effective.folders.cache
     compile_environment(cache, environ)
     with server_folder(cache, environ) as folder:
@@ -236,7 +236,7 @@ def _memory(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     what = "hot and ram together" if hot_bytes else "ram"
     words = f"{show_bytes(available)} available; {what} may take {show_bytes(wanted)}"
     if kept := settings.scheduler.memory_low_bytes:
-        words += f"; {show_bytes(kept)} are to stay free"
+        words += f"; {show_bytes(kept)} have to stay free"
         wanted += kept
     if wanted > available:
         return "failure", f"{words}; lower engine.hot_bytes or store.ram_bytes"
@@ -287,7 +287,7 @@ def _redis(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
             server.set(key, b"", ex=1)
             trouble = read_bounds(servers.client()).trouble
     except redis.ResponseError as error:
-        return "failure", f"{masked('', url)} takes nothing: {error}"
+        return "failure", f"{masked('', url)} refuses writes: {error}"
     except (redis.RedisError, OSError, ValueError) as error:
         return "failure", f"{masked('', url)} does not answer: {error}"
     words = f"{masked('', url)}, version {version}"
@@ -299,7 +299,7 @@ def _redis_data(effective: EffectiveSettings, environ: Mapping[str, str]) -> Res
     if not effective.settings.store.redis_url:
         return "ok", "no Redis is shared with other servers"
     if not effective.is_ours:
-        return "ok", "the engine's own"
+        return "ok", "left to the engine"
     if found := differences_from_redis(effective, environ, REDIS_DEADLINE_S):
         return "warning", "; ".join(found)
     return "ok", "nothing on this Redis differs from this server's data"
@@ -314,7 +314,7 @@ def _lacks_sample(effective: EffectiveSettings) -> bool:
 
 def _model(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     if effective.engine_kind in ("attached", "fake"):
-        return "ok", "the engine's own"
+        return "ok", "left to the engine"
     if _lacks_sample(effective):
         find_gguf()
         return "ok", "the sample model; converted at the first start (about 20 seconds)"
@@ -343,13 +343,13 @@ def _tools(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     text = f"vLLM reads tool calls by its parser {chosen.tool_calls}"
     text += f", reasoning by {chosen.reasoning}" if chosen.reasoning else ""
     if needs_tool_template(files, chosen):
-        text += "; the chat template knows no tools: they are described in the system message"
+        text += "; the chat template has no tools: the system message describes them"
     return "ok", text
 
 
 def _codec(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     if not effective.is_ours:
-        return "ok", "the engine's own"
+        return "ok", "left to the engine"
     given = effective.settings.store.codec
     if _lacks_sample(effective):
         return "ok", f"{given}; the sample model is not here yet"

@@ -45,8 +45,7 @@ def find_profile(effective: EffectiveSettings) -> Profile | None:
         return None
     except (Corrupt, Mismatch) as error:
         log.warning(
-            "what was measured of this model cannot be used: %s; measure it again: thermocline"
-            " calibrate",
+            "this model's profile cannot be used: %s; measure again: thermocline calibrate",
             error,
         )
         return None

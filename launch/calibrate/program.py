@@ -189,9 +189,9 @@ class ProfileWatch:
                 if (codec := self._engine.codec) is not None and codec.fingerprint:
                     await self._look(codec)
             except (EngineError, LaunchError, OSError) as error:
-                watch_log.warning("what was measured of the model is not looked for: %s", error)
+                watch_log.warning("profiles of other processes are not looked for: %s", error)
             except Exception:  # the edge of this task: nothing here may end the service
-                watch_log.exception("what was measured of the model is not looked for")
+                watch_log.exception("profiles of other processes are not looked for")
             await asyncio.sleep(WATCH_EVERY_S)
 
     async def _look(self, codec: CodecReport) -> None:

@@ -113,8 +113,9 @@ def serve(
 ) -> None:
     """Start the gateway and its engine; stop with Ctrl-C.
 
-    Give the capacity in sessions (--sessions 200 --context 8192) or in bytes (--hot,
-    --ram, --disk); settings that are not given are fitted to this machine.
+    Give the capacity in sessions (--sessions 200 --context 8192) or in bytes
+    (--hot, --ram, --disk); settings that are not given are fitted to this
+    machine.
     """
     from launch.serve.run import serve as run
 

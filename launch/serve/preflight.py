@@ -113,7 +113,7 @@ def check_memory(
     if not free_bytes:
         return
     if available is None:
-        log.warning("memory is not watched: this system does not say how much of it is left")
+        log.warning("memory is not watched: this system does not report how much is free")
         return
     wanted = (weights or 0) + hot_bytes + ram_bytes + free_bytes
     if wanted > available:
@@ -148,7 +148,7 @@ def _check_redis(config: StoreConfig) -> None:
     try:
         link.run([("PING",)])
     except TierUnavailable:  # the link has logged why
-        log.warning("going on without redis until it answers")
+        log.warning("continuing without Redis until it answers")
     finally:
         link.close()
 

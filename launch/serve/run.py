@@ -140,7 +140,7 @@ async def _wait_for(built: BuiltServer, server: DrainingServer, url: str) -> Non
     model = gateway.models.default
     for other in gateway.models:
         if other.on_demand is not None:
-            log.info("model %s is loaded when it is asked for", other.name)
+            log.info("model %s is loaded when a request asks for it", other.name)
     log.info("try: %s", example(model.label, url, needs_key=not built.tenants.open_to_all))
     log.info("look: %s/ui", url)
 
@@ -235,7 +235,7 @@ class Reload:
         before: dict[str, Any] = {x["name"]: x for x in self._before["engines"]}
         now: dict[str, Any] = {x["name"]: x for x in flat(settings)["engines"]}
         if list(now) != list(before):
-            log.warning("engines: models came, went or changed places; that needs a new start")
+            log.warning("engines: models were added, removed or moved; restart to apply that")
         models = {x.given_name: x for x in self._gateway.models}
         for name in now.keys() & before.keys() & models.keys():
             changed = [x for x, value in now[name].items() if value != before[name].get(x)]
@@ -247,7 +247,7 @@ class Reload:
                     log.info("engines, %s: %s is %s now", name, field, now[name][field])
                     before[name][field] = now[name][field]
                 else:
-                    log.warning("engines, %s: %s changed; that needs a new start", name, field)
+                    log.warning("engines, %s: %s changed; restart to apply it", name, field)
 
     def _log_changes(self, now: dict[str, Any], origin: Callable[[str], str]) -> None:
         for name, value in now.items():
@@ -260,7 +260,7 @@ class Reload:
                 log.info("%s: %s -> %s", name, masked(name, before), masked(name, value))
                 self._before[name] = value
             else:
-                log.warning("%s changed; that needs a new start", name)
+                log.warning("%s changed; restart to apply it", name)
         tenants = self._gateway.tenants
         log.info(
             "settings were read again: %d keys, %d of them admins'",

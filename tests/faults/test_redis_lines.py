@@ -244,7 +244,7 @@ def test_the_doctor_says_what_is_wrong_with_a_server(far, encrypted, tmp_path):
         assert verdict == "warning" and "no maxmemory" in words
         client.execute_command("REPLICAOF", "127.0.0.1", "1")
         verdict, words = doctors_word(far.url, tmp_path)
-    assert verdict == "failure" and "takes nothing" in words and "read only" in words
+    assert verdict == "failure" and "refuses writes" in words and "read only" in words
     with node_of_a_cluster() as node:  # without any slot
         verdict, words = doctors_word(node.url, tmp_path)
     assert verdict == "failure" and ("CLUSTERDOWN" in words or "not served" in words)

@@ -300,7 +300,7 @@ def test_the_server_that_runs_here_needs_no_address(stack, tmp_path, monkeypatch
             x["id"] for x in json.loads(verb.output)
         ]
     found = {x["about"]: x for x in json.loads(run.invoke(app, doctor).output)}
-    assert found["server"] == {"about": "server", "verdict": "ok", "text": "none runs here"}
+    assert found["server"] == {"about": "server", "verdict": "ok", "text": "no server runs here"}
 
 
 def test_doctor_and_sessions_find_the_server_that_is_named(stack, tmp_path, monkeypatch):
@@ -320,7 +320,7 @@ def test_doctor_and_sessions_find_the_server_that_is_named(stack, tmp_path, monk
     assert server()["text"].startswith(f"{stack.url} packs sessions")
     monkeypatch.setenv("THERMOCLINE_URL", GONE)
     assert server()["verdict"] == "warning"
-    assert server()["text"] == f"no server of ours answers at {GONE} (--url, THERMOCLINE_URL)"
+    assert server()["text"] == f"no Thermocline server answers at {GONE} (--url, THERMOCLINE_URL)"
 
 
 @pytest.mark.parametrize("content", [b"<html>", b"{}", b'{"object": "list", "codec": 3}'])

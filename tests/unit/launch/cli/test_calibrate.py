@@ -231,4 +231,4 @@ def test_a_damaged_one_is_reported(settings: EffectiveSettings, caplog: pytest.L
     path.write_bytes(path.read_bytes()[:-1])
     with caplog.at_level(logging.WARNING):
         assert find_profile(settings) is None
-    assert "measure it again: thermocline calibrate" in caplog.text
+    assert "measure again: thermocline calibrate" in caplog.text

@@ -49,9 +49,9 @@ async def test_keys_limits_aliases_and_idle_times_are_taken(caplog: pytest.LogCa
     assert key_works(app, BOB[0]) and not key_works(app, ALICE[0])
     assert app.gateway.config.means_served("gpt-5", MODEL)
     assert app.gateway.limits.usual.requests_per_minute == 60
-    assert app.gateway.config.port == 8080, "that needs a new start, and the log says so"
-    assert "gateway.port changed; that needs a new start" in caplog.text
-    assert "scheduler.max_running changed; that needs a new start" in caplog.text
+    assert app.gateway.config.port == 8080, "that needs a restart, and the log says so"
+    assert "gateway.port changed; restart to apply it" in caplog.text
+    assert "scheduler.max_running changed; restart to apply it" in caplog.text
     assert "scheduler.idle_after_s: 120.0 -> 7.0" in caplog.text
     assert ALICE[1].partition(":")[2] not in caplog.text
 
@@ -100,7 +100,7 @@ async def test_models_take_their_aliases_and_derived_budgets_are_no_change(caplo
     reload()
     assert two.is_named("deux")
     assert "engines, two: aliases is ('deux',) now" in caplog.text
-    assert "engines, two: share changed; that needs a new start" in caplog.text
+    assert "engines, two: share changed; restart to apply it" in caplog.text
     assert "hot_bytes" not in caplog.text
     caplog.clear()
     reload()
