@@ -37,6 +37,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 _TOO_LONG = "maximum context length"  # in vLLM's message for a prompt that exceeds the context
 # A field and what is wrong with it, in the list of pydantic's errors that vLLM answers with.
 _INVALID = re.compile(r"""'loc': '(?:body\.)?([^']+)', 'msg': (['"])(.*?)\2""")
+# vLLM repeats the field and its value after the sentence: " (parameter=input_tokens, value=9)".
+_REPEATED = re.compile(r" \((?:parameter|value)=.*\)$", re.DOTALL)
 _INDEX = re.compile(r"\.(\d+)")
 # The engine's headers that are passed on; no others.
 _PASSED_ON = ("content-type", CACHE_HEADER)
@@ -161,6 +163,7 @@ def engine_failure(status: int, body: bytes) -> Failure:
 
 def _failure_from(status: int, error: Json) -> Failure:
     param, code, message = error.get("param"), error.get("code"), str(error.get("message", ""))
+    message = _REPEATED.sub("", message)
     if found := _INVALID.findall(message):
         param = _INDEX.sub(r"[\1]", found[0][0])
         message = f"{param}: {'; '.join(dict.fromkeys(x[2] for x in found))}"

@@ -254,10 +254,14 @@ async def test_two_constraints_for_one_answer_are_refused(path: str) -> None:
 
 
 async def test_an_engines_refusal_has_the_clients_own_name() -> None:
-    said = {"message": "response_format: no", "param": "response_format"}
+    message = "response_format: no (really) (parameter=response_format, value=(1, 2))"  # as vLLM's
+    said = {"message": message, "param": "response_format"}
     app = app_with("mlx", json_answer({"error": {**said, "type": "x", "code": None}}, 400))
     reply = await ask(app, "/v1/chat/completions", guided_json=OBJECT)
-    assert (reply.error["message"], reply.error["param"]) == ("guided_json: no", "guided_json")
+    assert (reply.error["message"], reply.error["param"]) == (
+        "guided_json: no (really)",
+        "guided_json",
+    )
 
 
 @pytest.mark.parametrize(
