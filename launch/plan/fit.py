@@ -272,8 +272,8 @@ def refusal(needs: Needs, space: Space, num_sessions: int) -> str:
     found = choose_budgets(needs, space, num_sessions)
     if found.hot < needs.running_bytes:
         return (
-            f"one session of {needs.context} tokens takes {show_bytes(needs.running_bytes)} of live"
-            f" KV while it is answered, and {show_bytes(found.hot)} may be used"
+            f"one session of {needs.context} tokens needs {show_bytes(needs.running_bytes)} of live"
+            f" KV while it is answered, and only {show_bytes(found.hot)} may be used"
         )
     if found.most >= num_sessions:
         return ""
@@ -282,7 +282,7 @@ def refusal(needs: Needs, space: Space, num_sessions: int) -> str:
         f" {show_bytes(found.of(tier))} may be used)"
         for tier in found.num_held
     ]
-    return "asleep they take " + " or ".join(parts or ["a tier, and there is none"])
+    return f"asleep they need {' or '.join(parts)}" if parts else "there is no tier to sleep in"
 
 
 def what_would(
@@ -298,7 +298,7 @@ def what_would(
         ways.append(f"--sessions {num_sessions} --context {shorter}")
     on_disk = f"--disk {_size(needs.cold_bytes('disk', num_sessions))}"
     if found.hot < needs.running_bytes:
-        ways.append(f"--hot {_size(needs.running_bytes)}, where that is free")
+        ways.append(f"--hot {_size(needs.running_bytes)}, if that is free")
     elif space.given_disk is not None and space.given_disk < space.disk:
         ways.append(on_disk)
     else:
@@ -338,8 +338,8 @@ def needs_of(effective: EffectiveSettings, context: int) -> Needs:
     longest = effective.settings.engine.max_context
     if 0 < longest < context:
         raise UsageError(
-            f"sessions of {context} tokens are wanted, and engine.max_context = {longest} allows"
-            " less; raise it, or lower capacity.context (--context)"
+            f"sessions of {context} tokens exceed engine.max_context = {longest}; raise it, or"
+            " lower capacity.context (--context)"
         )
     (plan,) = plan_of(effective, str(context)).contexts
     content = find_model(effective.settings.engine.model, effective.folders.cache).config()

@@ -138,7 +138,7 @@ def test_a_wish_in_words_and_impossible_ones(run, model):
         (("--sessions", "9", "--context", "100", "--engine", "fake"), "not fake"),
         (
             (*wish[2:], "--set", "engine.max_context=512", "--sessions", "2", "--context", "1024"),
-            "engine.max_context = 512 allows less",
+            "exceed engine.max_context = 512",
         ),
     ):
         code, _, err = run("serve", "--model", str(model), "--port", "0", *arguments)
