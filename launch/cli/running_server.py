@@ -139,7 +139,7 @@ def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
             str(row["tokens"]),
             show_bytes(row["bytes"]),
             show_duration(row["idle_s"]),
-            "yes" if row["pinned"] else "",
+            "yes" if row.get("pinned") else "",  # not known of another server's session
         ]
         for row in rows
     ]

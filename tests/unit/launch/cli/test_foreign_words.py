@@ -19,9 +19,11 @@ SESSION = {"id": EVIL, "model": EVIL, "state": EVIL, "tier": EVIL, "tokens": 1, 
     "idle_s": 1.0,
     "pinned": False,
 }
+# A session that another server on the same Redis had last: less is known of it.
+ELSEWHERE = {x: SESSION[x] for x in SESSION if x != "pinned"} | {"elsewhere": True}
 ANSWERS: dict[str, tuple[int, Any]] = {
     "/v1/models": (200, {"data": [{"id": EVIL, "max_model_len": 9}]}),
-    "/v1/sessions": (200, {"data": [SESSION, {**SESSION, "model": "m"}]}),
+    "/v1/sessions": (200, {"data": [SESSION, {**SESSION, "model": "m"}, ELSEWHERE]}),
     "/admin/keys": (
         200,
         {"data": [{"id": EVIL, "tenant": EVIL, "admin": True, "kept_in": EVIL, "limits": None}]},
