@@ -68,13 +68,15 @@ def ask(sdk: openai.OpenAI, session: str, num_words: int = 400):
 def wait_for(
     sdk: openai.OpenAI, session: str, state: str, tier: str | None = None, within_s: float = 60
 ) -> None:
+    row: dict[str, object] = {}
+
     def is_there() -> bool:
         with suppress(openai.APIStatusError):  # not attached, perhaps
-            row: dict[str, object] = sdk.get(f"/sessions/{session}", cast_to=object)
+            row.update(sdk.get(f"/sessions/{session}", cast_to=object))
             return row["state"] == state and (tier is None or row["tier"] == tier)
         return False
 
-    until(is_there, within_s, what=(session, state, tier))
+    until(is_there, within_s, what=(state, tier, row))
 
 
 def put_to_sleep(sdk: openai.OpenAI, elsewhere: Elsewhere, session: str) -> None:
