@@ -11,8 +11,9 @@ from pathlib import Path
 
 from engines.client.child_engine import VllmServer
 from engines.config import EngineConfig, VllmConfig, WorkerConfig
-from engines.wire import EngineReport, SessionRef
+from engines.wire import EngineReport, SessionRef, SessionReport
 from kvstore.config import StoreConfig
+from kvstore.session import TierName
 from tests.vllm.rig.device import skip_without_device
 from tests.waiting import eventually
 
@@ -108,6 +109,17 @@ class Served:
                     await asyncio.sleep(0.1)
 
         return self.run(saved())
+
+    def put_to_sleep(self, name: str, tier: TierName | None = None) -> SessionReport | None:
+        """Demote a session; ask again while its last turn is being saved, as a gateway does."""
+
+        async def asleep():
+            async with asyncio.timeout(60):
+                while (demoted := await self.server.demote(session(name), tier)).kept:
+                    await asyncio.sleep(0.1)
+                return demoted.report
+
+        return self.run(asleep())
 
     async def _until_served(self, count: int) -> None:
         async with asyncio.timeout(60):

@@ -32,8 +32,8 @@ def test_where_the_prompts_kv_came_from(vllm_server):
     vllm_server.wait_saved("headers")
     headers, _ = vllm_server.chat("headers")
     assert headers[CACHE_HEADER].startswith("hot; tokens=")
-    demoted = vllm_server.run(vllm_server.server.demote(session("headers"), "disk"))
-    assert (demoted.report.hot, demoted.report.tier, demoted.kept) == (False, "disk", None)
+    demoted = vllm_server.put_to_sleep("headers", "disk")
+    assert (demoted.hot, demoted.tier) == (False, "disk")
     headers, back = vllm_server.chat("headers")
     tokens = cached_tokens(back)
     assert headers[CACHE_HEADER] == f"cold-disk; tokens={tokens}"
@@ -46,7 +46,7 @@ def test_where_the_prompts_kv_came_from(vllm_server):
 def test_a_stream_says_it_too(vllm_server):
     vllm_server.chat("stream")
     vllm_server.wait_saved("stream")
-    vllm_server.run(vllm_server.server.demote(session("stream")))
+    vllm_server.put_to_sleep("stream")
     headers, body = vllm_server.chat("stream", stream=True, stream_options={"include_usage": True})
     assert headers[CACHE_HEADER].startswith("cold-ram; tokens=")
     assert body.rstrip().endswith(b"data: [DONE]")
@@ -70,7 +70,7 @@ def test_clients_that_leave_during_loads_and_saves_leave_nothing_behind(vllm_ser
     _, right = vllm_server.chat("left")
     vllm_server.wait_saved("left")
     for _ in range(DEPARTURES):
-        vllm_server.run(vllm_server.server.demote(session("left")))
+        vllm_server.put_to_sleep("left")
         faults.delay(0.2)
         vllm_server.leave(["left", "left"], faults.is_decoding)
         faults.clear()
@@ -82,7 +82,7 @@ def test_clients_that_leave_during_loads_and_saves_leave_nothing_behind(vllm_ser
         vllm_server.leave([f"cut {i}"], faults.is_encoding, max_tokens=1000, ignore_eos=True)
     faults.clear()
     vllm_server.wait_whole()
-    vllm_server.run(vllm_server.server.demote(session("left")))
+    vllm_server.put_to_sleep("left")
     headers, back = vllm_server.chat("left")
     assert headers[CACHE_HEADER].startswith("cold-ram; tokens=")
     text = [json.loads(x)["choices"][0]["message"]["content"] for x in (right, back)]
@@ -128,7 +128,7 @@ def test_a_router_finds_what_sleeps_and_nothing_that_was_deleted(vllm_server, ev
     event_reader.until(lambda: held("CPU", asleep) == held("STORAGE", asleep) == asleep)
 
     # A reader finds every block at every moment, in the order in which events come.
-    vllm_server.run(vllm_server.server.demote(session("sleeper"), "disk"))
+    vllm_server.put_to_sleep("sleeper", "disk")
     event_reader.until(lambda: not held("GPU", asleep) and not held("CPU", asleep))
     assert held("STORAGE", asleep) == asleep
     events = event_reader.events
