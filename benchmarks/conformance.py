@@ -33,8 +33,8 @@ from benchmarks.stacks.vllm_stack import PlainVllm, python_with_vllm
 from docs.generators.conformance_page import fields_section
 
 INTRODUCTION = (
-    "For whoever asks how well a server speaks OpenAI's and Anthropic's APIs: how many tests of the"
-    " official Python clients (`tests/api_resources` of their source packages) pass against it,"
+    "For those who ask how well a server speaks OpenAI's and Anthropic's APIs: how many tests of"
+    " the official Python clients (`tests/api_resources` of their source packages) pass against it,"
     " what fails here and why, and how fields of other servers are treated. `python"
     " benchmarks/conformance.py --servers mlx,vllm,mlx_lm.server,vllm-serve --write"
     " docs/conformance.md` counts them.\n\nThe tests judge only the form of answers, so the model"

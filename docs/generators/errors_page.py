@@ -21,7 +21,7 @@ from scheduler.session import SAVING
 from scheduler.sessions import SessionKept
 
 INTRODUCTION = """
-For whoever handles a server's errors: their form, each code with its remedy, and the reasons for
+For those who handle a server's errors: their form, each code with its remedy, and the reasons for
 which a prompt's KV was not found.
 
 Every error has OpenAI's form, `{"error": {"message", "type", "param", "code"}}`; under

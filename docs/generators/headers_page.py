@@ -11,7 +11,7 @@ from docs.generators.tables import code, page, table
 
 ROOT = Path(__file__).parents[2]
 INTRODUCTION = """
-For whoever writes a client or a proxy: the headers that the server reads, and those that its
+For those who write a client or a proxy: the headers that the server reads, and those that its
 answers have. Upper and lower case make no difference. Headers that begin with `x-thermocline-` are
 the server's own: it drops any that a client sends.
 """

@@ -14,7 +14,7 @@ from kvstore.codecs.quality import Quality
 
 _HEAD = """# Metrics
 
-For whoever watches a server with Prometheus and Grafana: the metrics of `GET /metrics`, in
+For those who watch a server with Prometheus and Grafana: the metrics of `GET /metrics`, in
 Prometheus' text format. `docs/grafana/thermocline.json` is a dashboard (in Grafana: Dashboards,
 New, Import), and `docs/grafana/alerts.yml` has alert rules for Prometheus.
 

@@ -42,7 +42,7 @@ VERBS: Final[dict[str, str]] = {
     "limit_tenants": "the gateway, at a fixed pace, if tenants have limits of bytes",
 }
 INTRODUCTION = """
-For whoever sets limits for keys, or wants to know what one request can cost the server.
+For those who set limits for keys, or want to know what one request can cost the server.
 
 A request is charged to its caller's key once, before its body is read. The column *requests* is
 what it takes of the limit `requests_per_minute`. A request that *computes* also takes one of

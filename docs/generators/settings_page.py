@@ -10,7 +10,7 @@ from launch.settings.sources import Fields
 from launch.settings.units import shown
 
 INTRODUCTION = """
-For whoever looks up a setting: the values that it takes, and its default. Defaults are those
+For those who look up a setting: the values that it takes, and its default. Defaults are those
 before a profile is applied and budgets in bytes are fitted to the machine; `thermocline config`
 shows the values on your machine and their sources. [Configuration](../configuration.md) explains
 what the settings do.
