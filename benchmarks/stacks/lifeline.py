@@ -1,4 +1,4 @@
-"""Ends a server when the program that started it has ended, for whatever reason.
+"""Ends a server when the program that started it has ended, by a signal or otherwise.
 
 A benchmark that a signal ends cannot stop its servers. So each server gets a small watching
 process, whose standard input is closed when the benchmark ends; then it ends the server.

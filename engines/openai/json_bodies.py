@@ -104,6 +104,7 @@ def _readable(error: msgspec.ValidationError) -> InvalidRequest:
         param = f"{param}.{error.__cause__.field}".lstrip(".")
     elif missing:
         param = f"{param}.{missing.group(1)}".lstrip(".")
+        message = "it is required"
     elif message.startswith("Invalid enum value"):
         message = f"{message}; {_choices(param)}"
     return InvalidRequest(f"{param}: {message}" if param else message, param or None)

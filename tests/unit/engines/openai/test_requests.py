@@ -70,6 +70,12 @@ def test_refuses_and_names_the_field(fields: dict[str, Any], param: str) -> None
     assert refusal.value.message.startswith(f"{param}: ")
 
 
+def test_a_field_that_is_missing_is_said_to_be_required() -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        validate_chat(chat(messages=[{"content": "x"}]))
+    assert refusal.value.message == "messages[0].role: it is required"
+
+
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
 def test_refuses_parts_that_are_not_text(kind: str) -> None:
     content = [{"type": "text", "text": "see"}, {"type": kind, kind: {"url": "http://x"}}]
