@@ -39,6 +39,18 @@ def configure_logging(level: str) -> None:
     logging.captureWarnings(True)
 
 
+def log_as(name: str) -> None:
+    """Have our loggers write as the logger ``name``, unless a handler has their lines already.
+
+    For a process whose host sets up logging for its own loggers only, as vLLM does.
+    """
+    host = logging.getLogger(name)
+    for ours in map(logging.getLogger, ("engines", "kvstore", "thermocline")):
+        if not ours.hasHandlers():
+            ours.handlers = list(host.handlers)
+            ours.setLevel(host.level)
+
+
 def read_line(line: str) -> tuple[int, str]:
     """Split a log line into its level and its message; a line without a level gets ``INFO``."""
     found = _LINE.fullmatch(line)

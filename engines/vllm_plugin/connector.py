@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from engines.log_lines import log_as
 from engines.vllm_plugin.blocks.block_layout import UnknownLayout
 from engines.vllm_plugin.blocks.blocks import Blocks
 from engines.vllm_plugin.blocks.paging import PagedCache
@@ -82,6 +83,7 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_as("vllm")
         with record_refusal(runtime_folder(), BadSettings):
             self._settings = settings_from(self._kv_transfer_config.kv_connector_extra_config)
         self._folder = Path(self._settings.runtime_dir)

@@ -40,6 +40,11 @@ def wait_for(sdk: openai.OpenAI, session: str, state: str) -> None:
     until(lambda: state_of(sdk, session)["state"] == state, what=state_of(sdk, session))
 
 
+def test_the_log_says_how_sessions_are_stored(vllm_stack):
+    """vLLM sets up logging for its own lines only."""
+    assert "sessions are stored exactly, by raw" in vllm_stack.log.read_text()
+
+
 def test_a_chat_goes_cold_and_comes_back(sdk):
     history = [{"role": "user", "content": f"{prose('vllm', 400)}? In one word."}]
     answer = ask(sdk, history, "chat")

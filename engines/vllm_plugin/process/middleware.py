@@ -23,6 +23,7 @@ import msgspec
 
 from engines.host.work_line import QueueFull
 from engines.http import CACHE_HEADER, PROMPT_HEADER, TENANT_HEADER, patience_from
+from engines.log_lines import log_as
 from engines.openai.errors import InvalidRequest
 from engines.vllm_plugin.config import BadSettings, settings_from
 from engines.vllm_plugin.grammar.trial_gate import ClientLeft, GrammarGate
@@ -190,6 +191,7 @@ class CacheHeaderMiddleware:
     """
 
     def __init__(self, app: App) -> None:
+        log_as("vllm")
         self._app = app
         self._reports = AdmissionReports()
         self._gate = GrammarGate()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from engines.log_lines import LevelAndWords, read_line
+from engines.log_lines import LevelAndWords, log_as, read_line
 
 
 def record(name: str, message: str, exc_info: object = None) -> logging.LogRecord:
@@ -42,3 +42,28 @@ def test_a_long_traceback_keeps_its_end_on_one_line() -> None:
 )  # fmt: skip
 def test_lines_of_others(line: str, level: int, words: str) -> None:
     assert read_line(line) == (level, words)
+
+
+def test_our_lines_are_written_as_the_hosts_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    host, ours = logging.getLogger("a-host"), logging.getLogger("engines")
+    monkeypatch.setattr(host, "handlers", [Lines()])
+    monkeypatch.setattr(ours, "handlers", [])
+    for name in ("kvstore", "thermocline"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [Lines()])  # the operator's
+    level = ours.level
+    host.setLevel(logging.INFO)
+    try:
+        log_as("a-host")
+        log_as("a-host")
+        logging.getLogger("engines.calibration.gate").info("sessions are packed")
+        logging.getLogger("engines.calibration.gate").debug("a detail")
+    finally:
+        ours.setLevel(level)
+    assert lines == ["sessions are packed"]
