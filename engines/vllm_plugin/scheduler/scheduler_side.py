@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, Literal
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -101,6 +102,7 @@ class SchedulerSide:
         counters = Counters()
         self._resident = ResidentSessions()
         self._acks = SaveAcks(num_ranks)
+        self._looks: WeakValueDictionary[SessionName, asyncio.Lock] = WeakValueDictionary()
         self.hub = Hub(settings.hub_path, num_ranks, self._receive)
         self._forwards = Forwards(self.hub, lambda: not self.tracker.num_requests)
         saves = TurnSaves(self._resident, blocks, num_ranks)
@@ -208,7 +210,10 @@ class SchedulerSide:
         which it repeats until it has an answer, so that it does not miss the change.
         """
         try:
-            return await self.verbs.look(session)
+            # One look at a session after the other: an older one, answered late, would otherwise be
+            # reported last.
+            async with self._looks.setdefault(session.name, asyncio.Lock()):
+                return await self.verbs.look(session)
         except OSError:
             self._control.publish(Notice("moved", absent(session), ALL_CHANGED))
             raise

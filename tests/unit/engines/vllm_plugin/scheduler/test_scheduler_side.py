@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,11 +36,13 @@ from engines.wire import (
     Hello,
     KVSize,
     Notice,
+    SessionRef,
     Welcome,
     frame,
 )
 from engines.wire import frame as frame_of_plugin
 from kvstore.config import StoreConfig
+from kvstore.ledger.record import SessionRecord
 from kvstore.tiers.ram_tier import RamTier
 from tests.block_sessions import BLOCK, PER_CHUNK, hashes, open_store, ref, save, tokens_of
 from tests.unit.engines.vllm_plugin.hub_engine import link_to
@@ -136,6 +140,33 @@ def test_the_gateway_hears_of_saved_sessions_and_not_of_skipped_ones(bench: Benc
     bench.link.send(RankSaved(2, ref("kept"), True))
     heard = bench.receive()
     assert (heard.cause, heard.session.id, heard.session.tier) == ("saved", "kept", "ram")
+
+
+def test_an_older_look_at_a_session_is_not_reported_after_a_newer_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that found nothing at a turn's end may answer after the turn was saved."""
+    found_nothing, go_on, record = threading.Event(), threading.Event(), bench.store.record
+
+    def slow_at_first(session: SessionRef) -> SessionRecord | None:
+        found = record(session)
+        if not found_nothing.is_set():
+            found_nothing.set()
+            assert go_on.wait(30)
+        return found
+
+    monkeypatch.setattr(bench.store, "record", slow_at_first)
+    bench.side._resident.begin(ref("slow"))
+    bench.side.hub.spawn(partial(bench.side._notify, "turn", ref("slow")))
+    assert found_nothing.wait(30)
+    for job, session in enumerate(("slow", "other")):
+        save(bench.store, ref(session), hashes(tokens_of(24)))
+        bench.link.send(RankSaved(job, ref(session), True))
+    heard = [bench.receive()]
+    go_on.set()
+    heard += [bench.receive(), bench.receive()]
+    of_slow = [(x.cause, x.session.tier) for x in heard if x.session.id == "slow"]
+    assert of_slow == [("turn", None), ("saved", "ram")]
 
 
 def test_the_welcome_has_the_size_of_kv_in_bf16_too(bench: Bench) -> None:
