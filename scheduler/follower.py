@@ -133,11 +133,11 @@ class Follower:
             session = self._table.row(report.tenant, report.id)
             if session is None:
                 self._adopt(report)
-            elif session.last_used <= asked_at:  # the list does not cover later turns
+            elif session.unchanged_since(asked_at):  # the list does not cover later news
                 self._table.take(session, report, "engine")
         for session in known:
             missing = (session.ref.tenant, session.ref.id) not in reports
-            if missing and session.last_used <= asked_at:
+            if missing and session.unchanged_since(asked_at):
                 self._table.take(session, None, "missing")
         self._followed = welcome
 

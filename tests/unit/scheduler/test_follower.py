@@ -197,3 +197,18 @@ async def test_a_list_written_before_a_turn_changes_nothing_of_it(clock, ref):
     engine.meanwhile = one_turn
     await manager.follower.ask()
     assert manager.get(ref("a")).state == "idle"
+
+
+async def test_a_list_written_before_a_notice_changes_nothing_of_it(clock, ref):
+    engine = Overtaken()
+    engine.held["alice", "a"] = Held(tier=None)
+    manager = SessionManager(engine, SchedulerConfig(), salt_of=salt_of, clock=clock)
+    manager.follower.receive(Notice("turn", engine.held["alice", "a"].report("alice", "a")))
+
+    async def saved() -> None:
+        clock.now += 1
+        manager.follower.receive(Notice("saved", Held().report("alice", "a")))
+
+    engine.meanwhile = saved
+    await manager.follower.ask()
+    assert manager.get(ref("a")).tier == "ram"
