@@ -1,10 +1,11 @@
-"""Measures the gateway's CPU time per streamed chunk, and its delay of the first one.
+"""Measures the gateway's CPU time per chunk and per short request, and its delay of a first token.
 
 The fake engine streams answers of 200 chunks to 16 readers at once, every chunk written by itself:
 ``busy`` without pauses, ``paced`` with one after each chunk, as tokens come. When paced, most of
 the CPU time is the kernel's, which wakes the process for each chunk, and the process is idle
 otherwise; the target is for ``busy``. ``translated`` is as busy, with the events of /v1/responses.
-CPU time is read from the process table. Time to first token is measured alternately through the
+``short`` are answers of a few words that are not streamed, one request after the other. CPU time is
+read from the process table. Time to first token is measured alternately through the
 gateway and at the engine's own socket.
 
     python benchmarks/relay.py --json relay.json
@@ -86,6 +87,20 @@ async def cpu_per_chunk(
     }
 
 
+async def cpu_per_request(
+    stack: FakeStack, http: aiohttp.ClientSession, requests: int
+) -> dict[str, float]:
+    """Return CPU time per short request that is not streamed."""
+    asked = {**body(CHAT, "chunks=3"), "stream": False}
+    before = cpu_s([stack.process])
+    for i in range(requests):
+        headers = {"x-session-id": f"short-{i % 8}"}
+        async with http.post(stack.url + CHAT, json=asked, headers=headers) as answer:
+            answer.raise_for_status()
+            await answer.read()
+    return {"ms_per_request": (cpu_s([stack.process]) - before) / requests * 1e3}
+
+
 async def first_token(
     stack: FakeStack, http: aiohttp.ClientSession, engine: aiohttp.ClientSession, rounds: int
 ) -> dict[str, float]:
@@ -116,25 +131,29 @@ async def measure(stack: FakeStack, args: argparse.Namespace) -> dict[str, Any]:
     ):
         await cpu_per_chunk(stack, http, args.readers, 20, 0.001)  # warm
         load = (stack, http, args.readers, args.chunks)
-        busy, paced, translated = [], [], []
+        busy, paced, translated, short = [], [], [], []
         for _ in range(args.rounds):
             busy.append(await cpu_per_chunk(*load, 0.0, args.answers))
             translated.append(await cpu_per_chunk(*load, 0.0, args.answers, RESPONSES))
             paced.append(await cpu_per_chunk(*load, args.pause_s))
+            short.append(await cpu_per_request(stack, http, args.requests))
         ttft = await first_token(stack, http, engine, args.ttft_rounds)
-    relay, events = _medians(busy), _medians(translated)
-    return {"busy": relay, "paced": _medians(paced), "translated": events, "ttft": ttft}
+    rounds = {"busy": busy, "paced": paced, "translated": translated, "short": short}
+    return {**{kind: _medians(found) for kind, found in rounds.items()}, "ttft": ttft}
 
 
 def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Return the median of each figure, and all rounds of the first one."""
     medians = {key: round(statistics.median(x[key] for x in rounds), 3) for key in rounds[0]}
-    return {**medians, "rounds_us": [round(x["us_per_chunk"], 1) for x in rounds]}
+    first = next(iter(rounds[0]))
+    return {**medians, "rounds": [round(x[first], 3) for x in rounds]}
 
 
 def main() -> None:
     args = arguments(
         __doc__,
-        "--readers 16 --chunks 200 --answers 5 --pause-s 0.005 --rounds 5 --ttft-rounds 200",
+        "--readers 16 --chunks 200 --answers 5 --pause-s 0.005 --rounds 5 --requests 400"
+        " --ttft-rounds 200",
     )
     with tempfile.TemporaryDirectory() as folder, FakeStack(Path(folder)) as stack:
         write_json(args.json, asyncio.run(measure(stack, args)))
