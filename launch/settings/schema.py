@@ -16,13 +16,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
 from engines.config import EngineConfig
 from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
+from kvstore.urls import masked as masked_url
 from launch.errors import UsageError
 from launch.settings.kinds import takes
 from launch.settings.sources import Fields, Layer, nested
@@ -202,16 +202,5 @@ def masked(name: str, value: Any) -> Any:
     if name == "engines":
         return [{x: masked(f"engine.{x}", y) for x, y in entry.items()} for entry in value]
     if isinstance(value, str) and "://" in value:
-        return " ".join(map(_without_password, value.split(" ")))
+        return " ".join(map(masked_url, value.split(" ")))
     return value
-
-
-def _without_password(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        given = parts.password
-    except ValueError:  # not a URL: anything in it may be secret
-        return "***"
-    if given is not None:
-        parts = parts._replace(netloc=f"{parts.username}:***@{parts.netloc.rpartition('@')[2]}")
-    return urlunsplit(parts._replace(query=re.sub(r"(password=)[^&]*", r"\1***", parts.query)))

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
-from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit, urlunsplit
 
 try:
     import redis
@@ -36,7 +36,6 @@ except ImportError as error:
 
 CLUSTER: Final = "+cluster"
 OWN: Final = "sentinel_"  # prefix of the query's fields for the Sentinels' own user and password
-PASSWORDS: Final = ("password", "sentinel_password")  # fields of a URL's query
 ADVICE: Final = "set maxmemory, and maxmemory-policy allkeys-lru"
 READ_BYTES: Final = 256 << 10
 _SENTINEL_PORT: Final = 26379
@@ -182,30 +181,6 @@ def _address(text: str, port: int) -> tuple[str, int]:
     if not parts.hostname:
         raise ValueError("a host is missing")
     return parts.hostname, parts.port or port
-
-
-def masked(url: str) -> str:
-    """Return the URL with every password replaced; ``***`` if it is not a URL."""
-    parts = urlsplit(url)
-    if "@" in parts.path or "@" in parts.scheme or not parts.scheme:
-        return "***"
-    if not secrets_of(url):
-        return url
-    address = parts.netloc
-    if "@" in address:
-        login, _, host = address.rpartition("@")
-        user, colon, _ = login.partition(":")
-        address = f"{user}{':***' if colon else ''}@{host}"
-    query = [(k, "***" if k in PASSWORDS else v) for k, v in parse_qsl(parts.query)]
-    return urlunsplit(parts._replace(netloc=address, query=urlencode(query, safe="*/")))
-
-
-def secrets_of(url: str) -> list[str]:
-    """Return the passwords in a URL, as they are written there and decoded."""
-    parts = urlsplit(url)
-    query = dict(parse_qsl(parts.query))
-    found = [x for x in (parts.password, *map(query.get, PASSWORDS)) if x]
-    return found + [unquote(x) for x in found]
 
 
 class ServerBounds(NamedTuple):

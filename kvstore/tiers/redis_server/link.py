@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeAlias, TypeVar
 
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.redis_server.client import RedisServers, masked, secrets_of
+from kvstore.tiers.redis_server.client import RedisServers
+from kvstore.urls import masked, secrets_of
 
 try:
     import redis

@@ -221,7 +221,7 @@ def test_every_setting_has_a_variable_and_every_flag_a_setting():
         ("store.redis_url", "redis://:pw@h", "redis://:***@h"),
         ("store.redis_url", "redis://h/0?password=pw&db=1", "redis://h/0?password=***&db=1"),
         ("store.redis_url", "redis://h:1/0", "redis://h:1/0"),
-        ("store.redis_url", "redis://[bad", "***"),
+        ("store.redis_url", "redis://u:p/w@h:1/0", "***"),
         ("gateway.api_keys", ("bob:" + "a" * 64,), ["bob:***"]),
         ("engine.model", "org/name", "org/name"),
         ("engine.token", "very secret", "***"),

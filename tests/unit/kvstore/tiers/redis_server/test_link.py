@@ -9,7 +9,6 @@ import time
 import pytest
 
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.redis_server.client import masked
 from kvstore.tiers.redis_server.link import (
     FIRST_WAIT_S,
     LONGEST_WAIT_S,
@@ -19,6 +18,7 @@ from kvstore.tiers.redis_server.link import (
     RedisLink,
 )
 from kvstore.tiers.redis_server.redis_tier import RedisTier
+from kvstore.urls import masked
 from tests.clock import Clock
 from tests.redis_server import RedisServer
 
@@ -34,6 +34,8 @@ from tests.redis_server import RedisServer
         ("unix://:secret@/run/redis.sock", "unix://:***@/run/redis.sock"),
         ("user:secret@host", "***"),
         ("redis:/:secret@host", "***"),
+        ("redis://user:sec/ret@host:1/0", "***"),
+        ("redis://[bad", "***"),
     ],
 )
 def test_passwords_are_masked(url: str, shown: str) -> None:
