@@ -164,6 +164,7 @@ class PlainDeepseekV4(_PlainByCode, DeepseekV4Renderer):
 
 KINDS: Final[Mapping[str, type[_Plain]]] = {
     "hf": PlainRenderer,
+    "alpamayo2_super": PlainRenderer,
     "kimi_audio": PlainRenderer,
     "cohere": PlainCohere,
     "deepseek_v32": PlainDeepseekV32,
