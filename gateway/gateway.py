@@ -25,7 +25,10 @@ LAST_WORDS_S = 1.0  # for all streams to send their ending
 
 @dataclass
 class Gateway:
-    """The parts of one app, at ``app.state.gateway``. Only the last field ever changes."""
+    """The parts of one app, at ``app.state.gateway``.
+
+    Once it serves, ``config`` changes when settings are read again, and ``draining`` at the end.
+    """
 
     config: GatewayConfig
     models: Models

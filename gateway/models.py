@@ -58,7 +58,7 @@ class ServedModel:
         self.chats = KnownChats(MAX_KNOWN_CHATS)
         self.prefixes = PrefixWatch()
         self.live = Live(self.engine, self.sessions, metrics)
-        self.snapshots = Snapshots(self.live, name=self.given_name, loading=self._loading)
+        self.snapshots = Snapshots(self.live, name=self.given_name, loading=self._load_word)
         self.seen: Welcome | None = None  # its engine's, when a request last found that ready
         self._remote_images = config.remote_images
         self._num_awaiting = 0  # requests that wait for the engine to come back
@@ -114,12 +114,13 @@ class ServedModel:
 
     @property
     def state(self) -> str:
-        """Its ``LoadState`` in a word, such as "loaded"."""
+        """A ``LoadState`` in a word; a model whose engine is not ready is "loading"."""
         if not self.is_there:
-            return self._loading()
+            return self._load_word()
         return "loaded" if self.engine.ready else "loading"
 
-    def _loading(self) -> str:
+    def _load_word(self) -> str:
+        """Return the ``LoadState`` of a model that is loaded on demand, else ""."""
         return str(self.on_demand.state.value) if self.on_demand else ""
 
     @property

@@ -1,8 +1,7 @@
 """GET /ui: the dashboard's page and its files. They hold no data, so they need no key.
 
-The page, ``thermocline top`` and ``thermocline sessions`` ask for ``GET /v1/snapshot`` once a
-second. If the request has the last snapshot's tag in ``If-None-Match`` and nothing has changed, the
-answer is an empty 304.
+The page and ``thermocline top`` ask for ``GET /v1/snapshot`` once a second. If the request has the
+last snapshot's tag in ``If-None-Match`` and nothing has changed, the answer is an empty 304.
 
 ``/ui/clients`` returns the settings of all clients, as ``thermocline connect`` prints them, for the
 server that the page names.
@@ -179,7 +178,7 @@ async def show_snapshot(request: Request) -> Response:
     model = model_asked(request) or gateway.models.default
     made = await model.snapshots.get(tenant, limit_of(request, USUAL_ROWS, MAX_ROWS))
     headers = {"cache-control": "no-cache", "etag": f'"{made.tag}"', "vary": "accept-encoding"}
-    if made.tag in request.headers.get("if-none-match", ""):
+    if _has_already(request, headers["etag"]):
         return Response(status_code=304, headers=headers)
     body = made.body
     if len(body) >= PACKED_FROM and "gzip" in request.headers.get("accept-encoding", ""):
@@ -191,10 +190,15 @@ async def show_snapshot(request: Request) -> Response:
 def _answer(request: Request, file: PageFile, caching: str) -> Response:
     headers = {**PAGE_HEADERS, "vary": "accept-encoding", "etag": file.tag}
     headers["cache-control"] = caching
-    if file.tag in request.headers.get("if-none-match", ""):
+    if _has_already(request, file.tag):
         return Response(None, 304, headers)
     body = file.plain
     if "gzip" in request.headers.get("accept-encoding", ""):
         headers["content-encoding"] = "gzip"
         body = file.packed
     return Response(body, 200, headers, file.kind)
+
+
+def _has_already(request: Request, tag: str) -> bool:
+    """Return whether the client names ``tag``, with its quotes, as what it has."""
+    return tag in request.headers.get("if-none-match", "")

@@ -1,9 +1,10 @@
 """Reads the engine's answer to a turn, and writes it for the client.
 
-``AnswerStream`` reads each chunk of a stream once. It returns the bytes for the client, and notes
-the number of tokens, the turn's usage and how the stream ended. Only whole events are sent, so that
-a broken stream can be ended with an event of ours. If the stream is passed on unchanged, events
-that only add to the answer are counted and not parsed.
+``AnswerStream`` looks at each chunk of a stream once. It returns the bytes for the client, and
+notes the number of tokens, the turn's usage and how the stream ended. Only whole events are sent,
+so that a broken stream can be ended with an event of ours. If the stream is passed on unchanged,
+events that only add to the answer are counted and not parsed, except for the first words of a chat
+that has no name.
 
 Engines send the token counts of a stream in an event without choices, and only if asked. The
 gateway always asks, since limits and figures need the counts, and hides the event from clients that
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -146,13 +146,17 @@ class FirstWords:
         """True until enough characters are here."""
         return self._on_words is not None
 
-    def add(self, data: bytes) -> None:
-        """Add the text of an event's data, or of a whole answer."""
-        with suppress(EngineUnavailable):  # the relay reports a malformed answer
-            for choice in read_chunk(data).choices[:1]:
-                self._words += choice.part.content or ""
+    def read(self, data: bytes) -> Chunk | None:
+        """Parse an event's data, or a whole answer, and keep its text; None if it is malformed."""
+        try:
+            chunk = read_chunk(data)
+        except EngineUnavailable:  # the relay reports it
+            return None
+        for choice in chunk.choices[:1]:
+            self._words += choice.part.content or ""
         if len(self._words.lstrip()) >= self._num_chars:
             self.end()
+        return chunk
 
     def end(self) -> None:
         """Call ``on_words`` with what is here, since the answer has ended."""
@@ -190,8 +194,7 @@ class AnswerStream:
         if self._held or not chunk.endswith(b"\n\n"):
             chunk = self._whole_events(self._held + chunk)
         num_events = chunk.count(_EVENT)
-        is_heard = self.words is not None and self.words.wanted
-        if self.num_events and num_events == chunk.count(_ADDS) and not is_heard:
+        if self.num_events and num_events == chunk.count(_ADDS) and not self._collecting:
             self.num_events += num_events
             return chunk
         return b"".join(self._shown(chunk.splitlines(keepends=True)))
@@ -227,8 +230,7 @@ class AnswerStream:
         if data == DONE:
             self.complete = True
             return False
-        self._hear(data)
-        said = _peek(data)
+        said = words.read(data) or _NOTHING_SAID if (words := self._collecting) else _peek(data)
         if said.error is not None:
             self.failed = True
         if said.usage is not None:
@@ -238,9 +240,10 @@ class AnswerStream:
             self._count(data)
         return is_usage
 
-    def _hear(self, data: bytes) -> None:
-        if self.words is not None and self.words.wanted:
-            self.words.add(data)
+    @property
+    def _collecting(self) -> FirstWords | None:
+        """The first words, while they are not complete."""
+        return self.words if self.words is not None and self.words.wanted else None
 
     def _count(self, event: bytes) -> None:
         """Count an event, unless it only begins the answer and has no text."""
@@ -296,7 +299,8 @@ class TranslatedStream(AnswerStream, ABC):
         if data == DONE:
             self.complete = True
             return b""
-        self._hear(data)
+        if words := self._collecting:
+            words.read(data)
         self._count(data)
         return self.translated(data)
 

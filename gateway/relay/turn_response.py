@@ -213,7 +213,7 @@ class TurnResponse(Response):
     async def _whole(self, upstream: Upstream) -> Ending:
         body = await upstream.read()
         if words := self._first_words():
-            words.add(body)
+            words.read(body)
             words.end()
         self._live.answered(parse_usage(body))
         shown, head = self._answer.whole(body), self._head(upstream)

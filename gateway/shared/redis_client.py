@@ -89,7 +89,7 @@ class AsyncRedis:
 
         Raises ``TierUnavailable``.
         """
-        looks = [await self._look() for _ in range(1 if self._offset_s else FIRST_LOOKS)]
+        looks = [await self._look() for _ in range(FIRST_LOOKS if self._offset_s is None else 1)]
         offset_s = min(looks)[1]
         if self._offset_s is None or abs(offset_s - self._offset_s) > JUMP_S:
             self._offset_s = offset_s  # else kept, so that a moment is always translated alike

@@ -35,7 +35,10 @@ async def test_a_large_snapshot_is_packed_for_those_who_can_unpack_it(app: App):
     packed = await app.get("/v1/snapshot", accept_encoding="gzip, br")
     assert packed.headers["content-encoding"] == "gzip" and len(packed.body) < len(plain.body) / 4
     assert gzip.decompress(packed.body) == plain.body
-    assert len((await app.get("/v1/snapshot?limit=7")).json["sessions"]) == 7
+    few = await app.get("/v1/snapshot?limit=7")
+    assert len(few.json["sessions"]) == 7
+    again = await app.get("/v1/snapshot?limit=500", if_none_match=few.headers["etag"])
+    assert again.status == 200 and len(again.json["sessions"]) == 200
     for limit in ("0", "-1", "2001", "x"):
         assert (await app.get(f"/v1/snapshot?limit={limit}")).status == 400
 
