@@ -15,10 +15,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import llguidance.numpy as bitmasks
 import mlx.core as mx
@@ -37,6 +36,7 @@ from engines.host.grammar import (
     source_of,
 )
 from engines.host.grammar_trial import GrammarTrials, TrialVocabulary
+from engines.host.tenant_cache import TenantCache
 from engines.host.work_line import QueueFull, WorkLine, to_its_end
 from engines.mlx_worker.model.loading import Vocabulary
 from engines.openai.requests import InvalidRequest
@@ -47,7 +47,6 @@ MAX_KNOWN: Final = 64  # grammars
 MAX_KNOWN_BYTES: Final = 64 << 20
 # The least memory counted for a grammar, per character of its text.
 _BYTES_PER_CHAR: Final = 64
-_Key: TypeAlias = tuple[str, bytes]  # tenant, digest of the text
 
 
 class GrammarFailed(Exception):
@@ -160,7 +159,7 @@ class GrammarCompiler:
         self._vocabulary = vocabulary
         self._line = WorkLine(MAX_WAITING)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self.known = _KnownGrammars()
+        self.known = TenantCache[_KnownGrammar](MAX_KNOWN, MAX_KNOWN_BYTES)
         self.trials = GrammarTrials(partial(_for_trials, vocabulary))
 
     async def of(self, tenant: str, wish: GrammarWish) -> Grammar:
@@ -176,7 +175,7 @@ class GrammarCompiler:
             return known.of()
         async with self._line.turn():
             known = self.known.find(key) or await self._compiled(source)
-            self.known.add(key, known)
+            self.known.add(key, known, known.nbytes)
         return known.of()
 
     async def close(self) -> None:
@@ -207,41 +206,6 @@ class GrammarCompiler:
         return _KnownGrammar(
             grammar, verdict, max(verdict.nbytes, _BYTES_PER_CHAR * len(source.text))
         )
-
-
-class _KnownGrammars:
-    """An LRU cache of the results of recent trials, bounded in number and bytes."""
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[_Key, _KnownGrammar] = OrderedDict()  # the latest used is last
-        self._nbytes: Counter[str] = Counter()  # by tenant
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def find(self, key: _Key) -> _KnownGrammar | None:
-        found = self._known.get(key)
-        if found is not None:
-            self._known.move_to_end(key)
-        return found
-
-    def add(self, key: _Key, known: _KnownGrammar) -> None:
-        """Add a result; while over a limit, drop the oldest of the tenant that holds the most."""
-        self._forget(key)
-        self._known[key] = known
-        self._nbytes[key[0]] += known.nbytes
-        while self._nbytes.total() > MAX_KNOWN_BYTES:
-            self._forget_of(max(self._nbytes, key=self._nbytes.__getitem__))
-        while len(self._known) > MAX_KNOWN:
-            self._forget_of(Counter(x for x, _ in self._known).most_common(1)[0][0])
-
-    def _forget_of(self, tenant: str) -> None:
-        self._forget(next(x for x in self._known if x[0] == tenant))
-
-    def _forget(self, key: _Key) -> None:
-        known = self._known.pop(key, None)
-        if known is not None:
-            self._nbytes[key[0]] -= known.nbytes
 
 
 def _written(vocabulary: Vocabulary, wish: GrammarWish) -> GrammarSource:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, TypeAlias
 
 from engines.host.grammar import Verdict
 from engines.host.grammar_trial import GrammarTrials
+from engines.host.tenant_cache import TenantCache
 from engines.host.work_line import QueueFull, WorkLine
 from engines.openai.errors import InvalidRequest
 from engines.vllm_plugin.grammar.wanted import WantedGrammar, wanted_by
@@ -24,7 +24,6 @@ from engines.vllm_plugin.grammar.wanted import WantedGrammar, wanted_by
 logger = logging.getLogger("thermocline.vllm")
 
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
-_Key: TypeAlias = tuple[str, bytes]  # tenant, digest of the grammar
 
 PROGRAM: Final = "engines.vllm_plugin.grammar.program"
 MAX_WAITING: Final = 64  # requests
@@ -40,7 +39,7 @@ class GrammarGate:
 
     def __init__(self) -> None:
         self._line = WorkLine(MAX_WAITING)
-        self._known: OrderedDict[_Key, Verdict] = OrderedDict()  # the most recently used is last
+        self._known = TenantCache[Verdict](MAX_KNOWN)
         self._trials: GrammarTrials | None = None
         self._beginning: asyncio.Task[None] | None = None
 
@@ -100,15 +99,12 @@ class GrammarGate:
     async def _verdict(self, tenant: str, wanted: WantedGrammar) -> Verdict:
         assert self._trials is not None
         key = tenant, hashlib.blake2b(f"{wanted.kind} {wanted.text}".encode()).digest()
-        verdict = self._known.get(key)
-        if verdict is None:
-            async with self._line.turn():
-                verdict = self._known.get(key) or await self._trials.of(wanted)
+        if verdict := self._known.find(key):
+            return verdict
+        async with self._line.turn():
+            verdict = self._known.find(key) or await self._trials.of(wanted)
         if verdict.is_final:
-            self._known[key] = verdict
-            self._known.move_to_end(key)
-            if len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
+            self._known.add(key, verdict)
         return verdict
 
 
