@@ -27,6 +27,7 @@ The key does not depend on how KV is packed: the header of a blob names its code
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left
 from collections.abc import Container, Iterator, Sequence
 from hashlib import blake2b
 from typing import Final, NamedTuple, TypeAlias
@@ -218,21 +219,18 @@ def num_common(one: Chain, other: Chain) -> int:
     A name covers everything before it: if two names are equal, so are all names before them. Hence
     a binary search.
     """
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[middle - 1] == other[middle - 1] else (low, middle - 1)
-    return low
+    shorter = range(min(len(one), len(other)))
+    return bisect_left(shorter, True, key=lambda i: one[i] != other[i])
 
 
 def num_common_joined(one: bytes, other: bytes) -> int:
     """Count the names that two ``joined`` chains begin with alike."""
-    low, high = 0, min(len(one), len(other)) // NAME_BYTES
-    while low < high:
-        middle = (low + high + 1) // 2
-        place = slice((middle - 1) * NAME_BYTES, middle * NAME_BYTES)
-        low, high = (middle, high) if one[place] == other[place] else (low, middle - 1)
-    return low
+
+    def differ(number: int) -> bool:
+        place = slice(number * NAME_BYTES, (number + 1) * NAME_BYTES)
+        return one[place] != other[place]
+
+    return bisect_left(range(min(len(one), len(other)) // NAME_BYTES), True, key=differ)
 
 
 def joined(chain: Chain) -> bytes:

@@ -52,7 +52,6 @@ class CodecEntry(NamedTuple):
     make: MakeCodec = ""  # makes the codec; "" = only a profile can make it
     learn: object = ""  # its ``CalibratedPreset``, or an import string; "" = nothing is learned
     exact: bool = False  # True: values are restored bit for bit
-    small_chunks: bool = False  # True: chunks of few tokens take no more bytes per token
     parameters: tuple[Parameter, ...] = ()
     paper: str = ""  # the paper or project, and where to find it
 
@@ -77,26 +76,22 @@ OWN: Final[dict[str, CodecEntry]] = {
         "Keeps every byte as the engine has it.",
         make="kvstore.codecs.base:RawCodec",
         exact=True,
-        small_chunks=True,
     ),
     "lm3": CodecEntry(
         3.25,
         "Eight Lloyd-Max levels without rotation; the control.",
         make=f"{_ROWS}:lm3",
-        small_chunks=True,
     ),
     "tq3": CodecEntry(
         3.125,
         "Rotates every row by signs and a Hadamard matrix, then stores three bits per value.",
         make=f"{_ROWS}:tq3",
-        small_chunks=True,
         paper="TurboQuant, arXiv 2504.19874",
     ),
     "tq4": CodecEntry(
         4.125,
         "Rotates every row by signs and a Hadamard matrix, then stores four bits per value.",
         make=f"{_ROWS}:tq4",
-        small_chunks=True,
         paper="TurboQuant, arXiv 2504.19874",
     ),
     "dense3": CodecEntry(
@@ -104,7 +99,6 @@ OWN: Final[dict[str, CodecEntry]] = {
         "Three bits at a fixed rate: a learned transform of each head, or tq3 without a profile.",
         make=f"{_ROWS}:dense3",
         learn="kvstore.codecs.fixed_rate.fixed_rate:DENSE3",
-        small_chunks=True,
     ),
     "balanced": CodecEntry(
         1.5,

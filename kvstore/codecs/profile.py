@@ -106,16 +106,6 @@ class Profile:
         layout = self.windows or KVLayout(self.layout.dtype, ())
         return Profile(self.fingerprint, layout, self.window_ropes, learned)
 
-    def with_windows(self, other: Profile) -> Profile:
-        """Returns this profile with the arrays of ``other``, of the layers with windows."""
-        learned = {name + OF_WINDOWS: arrays for name, arrays in other.learned.items()}
-        return replace(
-            self,
-            learned={**self.learned, **learned},
-            windows=other.layout,
-            window_ropes=other.ropes,
-        )
-
     def only(self, preset: str) -> Profile:
         """Returns a profile without other presets' arrays, whose memory can then be freed."""
         rows = tuple(x for x in self.rows if x.preset == preset)

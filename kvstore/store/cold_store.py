@@ -153,13 +153,13 @@ class ColdStore:
 
     def _unsaved_bytes(self, chain: Chain) -> int:
         """Return the hot bytes of the chunks that no known session has, without asking a tier."""
+        if not self.keys.growing:
+            return 0
 
         def is_new(number: int) -> bool:
             key = self.keys.chunks(chain, number, number + 1)[0].key
             return bool(self.ledger.index.unused([key]))
 
-        if not self.keys.growing:
-            return 0
         # A session that has a chunk also has all chunks before it.
         known = bisect_left(range(len(chain)), True, key=is_new)
         return (len(chain) - known) * self.chunk_tokens * self.model.layout.bytes_per_token

@@ -117,12 +117,14 @@ class Restorer:
                 since a late thread may still write to it.
         """
         size, layout = self._chunk_tokens, self._packer.layout
-        given = iter([] if out is None else [out])
         whole: KVRun = []
+        given = out
 
         def into_arrays() -> Use[VerifiedBlob]:
-            nonlocal whole
-            whole = run = next(given, None) or layout.empty(match.num_tokens)
+            """Begin a reading; a late thread of the one before may still write to its arrays."""
+            nonlocal whole, given
+            whole = run = given or layout.empty(match.num_tokens)
+            given = None
 
             def use(pairs: Sequence[tuple[BlobRead, Blob]]) -> list[VerifiedBlob]:
                 verified = self._verified(pairs)

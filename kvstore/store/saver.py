@@ -179,7 +179,8 @@ class Saver:
         fresh: Mapping[bytes, Blob],
     ) -> tuple[SessionRecord, list[bytes]]:
         """Return the new record, and the keys of blobs that are unused once it is written."""
-        chain, size = chosen.chain, len(job.note) // max(len(job.chain), 1)
+        chain = chosen.chain
+        note_bytes = len(job.note) // max(len(job.chain), 1)  # of a chunk
         names = joined(chain)
         common = num_common_joined(old.chain, names) if old else 0
         left, overflow = abandoned_chunks(old, chain, common) if old else (b"", list[bytes]())
@@ -193,7 +194,7 @@ class Saver:
             last_used_s=self._ledger.clock(),
             pinned=old is not None and old.pinned,
             left_behind=left,
-            note=job.note[: size * len(chain)],
+            note=job.note[: note_bytes * len(chain)],
         )
         record = replace(record, packed_bytes=self._packed_bytes(record, old, common, fresh))
         if old is None:

@@ -28,7 +28,7 @@ def rope_readers(model: Any, plan: CachePlan, *, windows: bool) -> list[Callable
     kept = plan.states.windows if windows and plan.states else None if windows else plan.layout
     if kept is None:
         return []
-    layers = _layers_of(model, plan, windows)
+    layers = _layers_of(model, windows)
     if len(layers) != len(kept.layers):
         if plan.needs_state:
             return [_not_turned for _ in kept.layers]
@@ -42,7 +42,7 @@ def rope_readers(model: Any, plan: CachePlan, *, windows: bool) -> list[Callable
     ]
 
 
-def _layers_of(model: Any, plan: CachePlan, windows: bool) -> list[Any]:
+def _layers_of(model: Any, windows: bool) -> list[Any]:
     """Return the layer of each growing cache, or of each window; [] if layers are not known."""
     layers, caches = list(model.layers), list(make_prompt_cache(model))
     if len(layers) != len(caches):

@@ -70,7 +70,7 @@ class RankMeasuring:
         Without ``open_questions`` the model is measured again. ``order``: see
         ``engines.wire.Measure``.
         """
-        if unmeasurable(self._config, self._groups) or self.is_running:
+        if unmeasurable(self._config) or self.is_running:
             return
         # Several ranks agree once, on the same presets, and do not continue to learn.
         several = self._config.parallel_config.world_size > 1

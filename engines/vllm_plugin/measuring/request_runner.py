@@ -6,7 +6,6 @@ import logging
 from typing import Any, Final
 
 from engines.http import PARAMS_FIELD
-from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.identity import TICKET_FIELD
 from engines.vllm_plugin.messages import ForwardDone, RunForward
 
@@ -25,7 +24,7 @@ SCORED_FIELD: Final = "thermocline_scored"  # of a request's ``extra_args``
 SHOW_MODEL: Final = "thermocline_show_model"  # the method of ``ModelView``
 
 
-def unmeasurable(vllm_config: Any, groups: Groups) -> str:
+def unmeasurable(vllm_config: Any) -> str:
     """Return why the engine cannot measure the errors of codecs on its model; "" if it can."""
     if vllm_config.model_config.skip_tokenizer_init:
         return NO_TOKENIZER

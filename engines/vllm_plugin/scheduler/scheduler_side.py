@@ -129,7 +129,7 @@ class SchedulerSide:
             counters=counters,
             is_reported=self._is_reported,
         )
-        self._welcome = welcome_of(settings, vllm_config, groups, version)
+        self._welcome = welcome_of(settings, vllm_config, version)
         self._control = ControlServer(settings.token, self._welcomed, self.verbs)
         control = self._control.serve(settings.control_address)
         if settings.wait_for_front:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from engines.host.template_rules import fill_in_of, rules_of
 from engines.vllm_plugin.config import PluginSettings
-from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.request_runner import unmeasurable
 from engines.wire import CodecReport, FillIn, TemplateRules, Welcome
 
@@ -17,7 +16,7 @@ logger = logging.getLogger("thermocline.vllm")
 T = TypeVar("T")
 
 
-def welcome_of(settings: PluginSettings, vllm_config: Any, groups: Groups, version: str) -> Welcome:
+def welcome_of(settings: PluginSettings, vllm_config: Any, version: str) -> Welcome:
     """The greeting without what the workers know: the codec and the sizes of KV."""
     model = vllm_config.model_config
     return Welcome(
@@ -28,7 +27,7 @@ def welcome_of(settings: PluginSettings, vllm_config: Any, groups: Groups, versi
         codec=CodecReport(name=""),
         hibernation=True,
         template=_of_tokenizer(model, _rules) or TemplateRules(),
-        can_measure=not unmeasurable(vllm_config, groups),
+        can_measure=not unmeasurable(vllm_config),
         sees_images=sees_images(model),
         fill_in=_of_tokenizer(model, _fill_in),
     )

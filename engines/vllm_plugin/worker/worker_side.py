@@ -152,7 +152,7 @@ def open_worker_side(
     cache = attention_cache(vllm_config, caches, groups.layers)
     states = state_blocks(vllm_config, kv_cache_config, caches, groups)
     layout = states.layout if states is not None else None
-    why = unmeasurable(vllm_config, groups)
+    why = unmeasurable(vllm_config)
     identity = fingerprint(vllm_config, rank, Path(settings.disk_path), groups)
     num_ranks = int(vllm_config.parallel_config.world_size)
     config = rank_share(settings.store, num_ranks)

@@ -57,8 +57,13 @@ def test_rows_of_a_preset_that_was_learned_anew_are_dropped(tmp_path: Path) -> N
 
 def test_arrays_learned_from_windows_are_kept_beside_another_measurement(tmp_path: Path) -> None:
     known = model_profile()
-    windows = dataclasses.replace(known, learned={"dense3": known.learned["dense3"]})
-    before = dataclasses.replace(known, rows=(row("dense3"),)).with_windows(windows)
+    before = dataclasses.replace(
+        known,
+        rows=(row("dense3"),),
+        learned={**known.learned, "dense3@windows": known.learned["dense3"]},
+        windows=known.layout,
+        window_ropes=known.ropes,
+    )
     save(before, tmp_path)
     path = save(measured(row("tq4")), tmp_path)
     found = load_profile(path)
