@@ -318,11 +318,8 @@ def _normalize(raw: Json, max_context: int, default_max_tokens: int) -> None:
     limit gets the default, if there is one. A text completion's limit is lowered instead, since
     without one it has 16 tokens. A limit or seed of -1, and a bias of zero, count as absent.
     """
-    if raw.get("seed") == NO_LIMIT:
-        raw["seed"] = None
-    for name in LIMITS:
-        if raw.get(name) == NO_LIMIT:
-            raw[name] = max_context
+    raw |= {"seed": None} if raw.get("seed") == NO_LIMIT else {}
+    raw |= {name: max_context for name in LIMITS if raw.get(name) == NO_LIMIT}
     if biases := raw.pop("logit_bias", None):
         raw["logit_bias"] = {key: bias for key, bias in biases.items() if bias}
     if not raw.get("stream"):
@@ -356,8 +353,7 @@ def _fit_vllm(raw: Json) -> bool:
     if raw.get("temperature") == 0 and (raw.get("n") or 1) > 1:
         raw |= {"temperature": 1, "top_k": 1}
     is_silent = "messages" in raw and any(raw.get(name) == 0 for name in LIMITS)
-    if is_silent:
-        raw |= {name: 1 for name in LIMITS if name in raw}
+    raw |= {name: 1 for name in LIMITS if is_silent and name in raw}
     return is_silent
 
 
