@@ -29,6 +29,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 log = logging.getLogger("thermocline.engines")
 TERM_GRACE_S = 5.0
 MAX_LOG_LINE = 4096
+REST_S = 2.0
 # Errors of a write after the child has closed its input; RuntimeError is uvloop's.
 _HAS_ENDED = (ConnectionError, RuntimeError)
 _CONTROL_CHARACTERS = {code: "?" for code in [*range(32), *range(0x7F, 0xA0)] if code != 9}
@@ -163,7 +164,8 @@ class Supervisor:
         """Kill a child that hangs; it is started again like one that crashed."""
         if self._process is not None:
             log.error("killing the engine (pid %d): %s", self._process.pid, why)
-            _kill_group(self._process)
+            _kill(self._process)
+            asyncio.get_running_loop().call_later(REST_S, _kill_group, self._process)
 
     async def _keep_running(self) -> None:
         while True:
@@ -212,10 +214,10 @@ class Supervisor:
                 group.create_task(self._relay_log(process.stdout))
                 group.create_task(self._relay_log(process.stderr))
                 code = await process.wait()
+                await _rest_ended(process)
                 _kill_group(process)  # the child's own children may hold the log pipes open
         finally:
-            if process.returncode is None:  # this task was cancelled
-                _kill_group(process)
+            _kill_group(process)  # this task may have been cancelled
             self._process = None
         self._last_end = _describe(code)
         return code
@@ -266,6 +268,8 @@ async def _end(process: Process, grace_s: float, term_grace_s: float) -> None:
     if await _ended(process, term_grace_s):
         return
     log.error("the engine ignores SIGTERM; SIGKILL")
+    _kill(process)
+    await _rest_ended(process)
     _kill_group(process)
     await process.wait()
 
@@ -277,6 +281,24 @@ async def _ended(process: Process, within_s: float) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+async def _rest_ended(process: Process) -> None:
+    """Wait at most ``REST_S`` until nothing is left of the process group of a child that is dead.
+
+    On Linux vLLM's processes die with their parent. Python's resource tracker then removes their
+    shared memory, and ends by itself; killed with them, it would leave the memory.
+    """
+    with suppress(TimeoutError, ProcessLookupError, PermissionError):
+        async with asyncio.timeout(REST_S):
+            while True:
+                os.killpg(process.pid, 0)
+                await asyncio.sleep(0.02)
+
+
+def _kill(process: Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()
 
 
 def _kill_group(process: Process) -> None:

@@ -210,7 +210,9 @@ class Profiles:
             raise ForeignCodec(str(error)) from error
         for level in self._local:
             self._stack.put(level, [(profile_key(self._fingerprint, codec_id), content)])
-        _log.info("codec %s, learned earlier or by another server, can be read from now on", codec_id)
+        _log.info(
+            "codec %s, learned earlier or by another server, can be read from now on", codec_id
+        )
 
     def close(self) -> None:
         """Wait at most ``CLOSE_S`` for a running fetch; cancel the others.

@@ -177,6 +177,33 @@ async def test_a_deaf_child_is_killed_with_its_own_children():
     await eventually(lambda: not any(_alive(x) for x in family))
 
 
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_killed_childs_resource_tracker_may_finish(tmp_path: Path, run: Any, hangs: bool):
+    """It removes the shared memory of the dead, and then ends by itself."""
+    removed = tmp_path / "removed"
+    tracker = "import sys, time; sys.stdin.read(); time.sleep(0.2); open(sys.argv[1], 'w')"
+    program = (
+        "import subprocess, sys\n"
+        f"command = [sys.executable, '-c', {tracker!r}, {str(removed)!r}]\n"
+        "subprocess.Popen(command, stdin=subprocess.PIPE)\n"
+        "sys.stdin.read()\n"
+    )
+
+    async def killed() -> None:
+        async with running(program) as supervisor:
+            await eventually(lambda: supervisor.pid and psutil.Process(supervisor.pid).children())
+            child = psutil.Process(supervisor.pid)
+            if hangs:
+                supervisor.kill("it hangs")
+            else:
+                child.kill()
+            await eventually(lambda: supervisor.pid not in (None, child.pid))
+            assert removed.exists()
+
+    run(killed())
+
+
 async def test_the_child_sees_the_end_of_a_gateway_that_was_killed(tmp_path: Path):
     """Its standard input ends, however the parent died."""
     program = (
