@@ -250,6 +250,6 @@ def _words(error: BaseException) -> str:
     """Return a readable reason why the connection ended."""
     if isinstance(error, TimeoutError):
         return "the engine does not answer"
-    if isinstance(error, EOFError):  # asyncio.IncompleteReadError is one
+    if isinstance(error, EOFError | ConnectionError):
         return "the engine closed the connection"
     return str(error) or type(error).__name__

@@ -39,7 +39,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
     options = [*shlex.split(SMALL), "--num-gpu-blocks-override", str(POOL_BLOCKS)]
     engine = started(PYTHON, tmp_path_factory.mktemp("elsewhere"), STORE, options)
     yield engine
-    engine.kill()
+    engine.end(within_s=60)
 
 
 @pytest.fixture(scope="module")

@@ -180,9 +180,14 @@ async def test_found_sessions_are_a_question_as_well(folder: Path) -> None:
         assert await anext(notices) == moved
 
 
-async def test_open_requests_end_with_the_link(folder: Path) -> None:
+@pytest.mark.parametrize("has_read", [True, False])  # False: as one that was killed, a reset
+async def test_open_requests_end_with_the_link(folder: Path, has_read: bool) -> None:
     async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
+        if has_read:
+            await read_request(reader)
+        else:
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            await asyncio.sleep(0.3)
 
     async with linked(folder, peer, stays=False) as link:
         await eventually(lambda: link.welcome)
