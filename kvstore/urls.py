@@ -14,8 +14,9 @@ def masked(url: str) -> str:
         parts = urlsplit(url)
     except ValueError:
         return "***"
-    if "@" in parts.path or "@" in parts.scheme or not parts.scheme:
-        return "***"
+    fields = [x for x in parts.query.split("&") if x.partition("=")[0] not in _PASSWORDS]
+    if not parts.scheme or "@" in "".join((parts.scheme, parts.path, parts.fragment, *fields)):
+        return "***"  # a password may have a character that ends the address
     if not secrets_of(url):
         return url
     address = parts.netloc

@@ -133,7 +133,7 @@ class Follower:
             session = self._table.row(report.tenant, report.id)
             if session is None:
                 self._adopt(report)
-            elif session.unchanged_since(asked_at):  # the list does not cover later news
+            elif session.unchanged_since(asked_at):  # the list does not cover later changes
                 self._table.take(session, report, "engine")
         for session in known:
             missing = (session.ref.tenant, session.ref.id) not in reports

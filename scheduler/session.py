@@ -140,7 +140,7 @@ class Session:
     last_used: float
     listener: Listener = field(repr=False)
     began: float = float("-inf")  # its first turn here; -inf: the engine had it before
-    heard: float = float("-inf")  # when the engine last reported it
+    reported_at: float = float("-inf")  # when the engine last reported it
     number: int = 0  # unique within a table
     hibernation: int = 0  # number of the newest hibernation job
     num_turns: int = 0  # that are being served now
@@ -184,7 +184,7 @@ class Session:
 
     def unchanged_since(self, then: float) -> bool:
         """True if no turn and no report changed it after ``then``."""
-        return max(self.last_used, self.heard) <= then
+        return max(self.last_used, self.reported_at) <= then
 
     def can(self, event: Event) -> bool:
         """True if the event is legal in this state."""

@@ -110,7 +110,7 @@ class SessionTable:
         )
         if report is not None:
             session.learn(report)
-            session.heard = self._clock()
+            session.reported_at = self._clock()
         self._rows.setdefault(ref.tenant, {})[ref.id] = session
         self._num_rows += 1
         self._requeue(session)
@@ -171,7 +171,7 @@ class SessionTable:
     def learn(self, session: Session, report: SessionReport) -> None:
         """Take over sizes and tier from a report, but not the state."""
         session.learn(report)
-        session.heard = self._clock()
+        session.reported_at = self._clock()
         self._requeue(session)
 
     def take(self, session: Session, report: SessionReport | None, why: str = "") -> None:

@@ -23,6 +23,7 @@ VICTIMS = {
     "worker": "VLLM::Worker",
     "engine core": "VLLM::EngineCore",
     "HTTP server": "engines.vllm_plugin.process.server",
+    "starter": "-m engines.vllm_plugin",  # the first of the family
 }
 
 

@@ -35,6 +35,9 @@ from tests.redis_server import RedisServer
         ("user:secret@host", "***"),
         ("redis:/:secret@host", "***"),
         ("redis://user:sec/ret@host:1/0", "***"),
+        ("redis://user:1?secret@host:1/0", "***"),
+        ("redis://user:1#secret@host:1/0", "***"),
+        ("redis://host?sentinel_password=a@b", "redis://host?sentinel_password=***"),
         ("redis://[bad", "***"),
     ],
 )
