@@ -29,7 +29,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 log = logging.getLogger("thermocline.engines")
 TERM_GRACE_S = 5.0
 MAX_LOG_LINE = 4096
-REST_S = 2.0
+REST_S = 2.0  # the longest wait for the children of a dead child
 # Errors of a write after the child has closed its input; RuntimeError is uvloop's.
 _HAS_ENDED = (ConnectionError, RuntimeError)
 _CONTROL_CHARACTERS = {code: "?" for code in [*range(32), *range(0x7F, 0xA0)] if code != 9}
@@ -156,6 +156,8 @@ class Supervisor:
         if process is not None:
             await _end(process, grace_s, self._term_grace_s)
         if self._keeping is not None:
+            if process is not None:  # ``_run_once`` returns when the child's children have ended
+                await asyncio.wait([self._keeping], timeout=2 * REST_S)
             self._keeping.cancel()
             await asyncio.wait([self._keeping])
             self._keeping = None
@@ -211,11 +213,13 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._write_first_line(process))
-                group.create_task(self._relay_log(process.stdout))
-                group.create_task(self._relay_log(process.stderr))
+                logs = process.stdout, process.stderr
+                relays = [group.create_task(self._relay_log(x)) for x in logs]
                 code = await process.wait()
-                await _rest_ended(process)
-                _kill_group(process)  # the child's own children may hold the log pipes open
+                # On Linux vLLM's processes die with their parent. Python's resource tracker, which
+                # holds the log pipes, then removes their shared memory, and ends by itself.
+                await asyncio.wait(relays, timeout=REST_S)
+                _kill_group(process)
         finally:
             _kill_group(process)  # this task may have been cancelled
             self._process = None
@@ -269,9 +273,9 @@ async def _end(process: Process, grace_s: float, term_grace_s: float) -> None:
         return
     log.error("the engine ignores SIGTERM; SIGKILL")
     _kill(process)
-    await _rest_ended(process)
-    _kill_group(process)
-    await process.wait()
+    if not await _ended(process, REST_S):  # its children hold the log pipes open
+        _kill_group(process)
+        await process.wait()
 
 
 async def _ended(process: Process, within_s: float) -> bool:
@@ -281,19 +285,6 @@ async def _ended(process: Process, within_s: float) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-async def _rest_ended(process: Process) -> None:
-    """Wait at most ``REST_S`` until nothing is left of the process group of a child that is dead.
-
-    On Linux vLLM's processes die with their parent. Python's resource tracker then removes their
-    shared memory, and ends by itself; killed with them, it would leave the memory.
-    """
-    with suppress(TimeoutError, ProcessLookupError, PermissionError):
-        async with asyncio.timeout(REST_S):
-            while True:
-                os.killpg(process.pid, 0)
-                await asyncio.sleep(0.02)
 
 
 def _kill(process: Process) -> None:
