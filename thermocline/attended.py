@@ -39,7 +39,7 @@ class PackedRows:
         self._kept = list(places)  # (head, token, values) of each row that cannot be packed
 
     def products(self, query: np.ndarray) -> np.ndarray:
-        """Returns the products of queries with all rows, fp32 (heads, queries, tokens).
+        """Return the products of queries with all rows, fp32 (heads, queries, tokens).
 
         ``query``: fp32 (heads, queries, dim).
         """
@@ -55,7 +55,7 @@ class PackedRows:
         return out
 
     def sums(self, weights: np.ndarray) -> np.ndarray:
-        """Returns the sums of all rows by weight, fp32 (heads, queries, dim).
+        """Return the sums of all rows by weight, fp32 (heads, queries, dim).
 
         ``weights``: (heads, queries, tokens).
         """

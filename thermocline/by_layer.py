@@ -28,7 +28,7 @@ LayerName: TypeAlias = int | Literal["default"]
 
 
 def per_layer(methods: Mapping[LayerName, str | Method]) -> Method:
-    """Makes a method that packs each layer of a model with the method chosen for that layer.
+    """Make a method that packs each layer of a model with the method chosen for that layer.
 
     ``methods``: a method, or its name, for each layer number (from 0 on, or from -1 backwards);
     "default" is for all other layers. Layers with the same method are packed together. A method
@@ -104,7 +104,7 @@ class PerLayerCodec:
         reader.expect_end()
 
     def _parts(self, layout: KVLayout) -> list[tuple[Codec, KVLayout, list[int]]]:
-        """Returns each codec with the layout and the numbers of the layers that it packs.
+        """Return each codec with the layout and the numbers of the layers that it packs.
 
         Raises:
             UnknownCodec: a layer number is beyond the model's last layer.

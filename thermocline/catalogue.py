@@ -34,7 +34,7 @@ class CodecInfo:
 
 
 def codecs() -> dict[str, CodecInfo]:
-    """Returns all methods by name: Thermocline's own, those from papers, those registered.
+    """Return all methods by name: Thermocline's own, those from papers, those registered.
 
     The entry ``tq`` stands for ``tq1`` to ``tq8``; the number of bits is its parameter.
     """
@@ -55,7 +55,7 @@ def codec(
     backend: Backend = "auto",
     **parameters: float,
 ) -> Method:
-    """Makes a method; ``codec("kivi", bits=4)`` and ``codec("kivi:bits=4")`` make the same one.
+    """Make a method; ``codec("kivi", bits=4)`` and ``codec("kivi:bits=4")`` make the same one.
 
     ``profile`` is the result of ``learn`` for this name; only methods that learn a model need it.
     ``backend`` "numpy" runs the reference implementation instead of compiled kernels; both give
@@ -83,7 +83,7 @@ def codec(
 
 @functools.cache
 def codebook(bits: int, dim: int | None = None) -> np.ndarray:
-    """Returns the ``2 ** bits`` Lloyd-Max levels for rotated rows, fp32, ascending, read-only.
+    """Return the ``2 ** bits`` Lloyd-Max levels for rotated rows, fp32, ascending, read-only.
 
     The levels are for rows with a root mean square of one. With ``dim`` None they are those of the
     normal distribution, which all methods here use. Otherwise they are exact for rows of ``dim``

@@ -11,7 +11,7 @@ from kvstore.shapes import DType, KVLayout
 
 
 def layout_of(model: Any) -> KVLayout:
-    """Returns the dtype, heads and dimensions of the layers whose KV grow with every token.
+    """Return the dtype, heads and dimensions of the layers whose KV grow with every token.
 
     ``model``: a model of mlx_lm or of transformers, a transformers configuration, the contents of
     a config.json, or the path of a model's folder. A model of mlx_lm computes three tokens, and
@@ -40,7 +40,7 @@ def layout_of(model: Any) -> KVLayout:
 
 
 def _config_in(folder: Path) -> Any:
-    """Returns the contents of a folder's config.json.
+    """Return the contents of a folder's config.json.
 
     Raises:
         OSError: the file cannot be read; if it is missing, the message names the remedy.

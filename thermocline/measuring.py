@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def learn(samples: Samples, *names: str) -> Profile:
-    """Returns what some methods learned of a model; takes seconds, or minutes for ``max``.
+    """Return what some methods learned of a model; takes seconds, or minutes for ``max``.
 
     ``samples``: what ``thermocline.mlx.capture`` returned, or a ``Samples`` made of other arrays.
     ``names``: methods that learn a model; without any, all of Thermocline's own.
@@ -59,7 +59,7 @@ def judge(
     encode: Callable[[str], list[int]] | None = None,
     progress: bool | None = None,
 ) -> list[Quality]:
-    """Measures the loss of methods on a model, as the server's gate does.
+    """Measure the loss of methods on a model, as the server's gate does.
 
     The KV of each text's first ``context`` tokens is packed and restored chunk by chunk. The next
     ``num_scored`` tokens are then predicted twice, from the restored and from the exact KV.

@@ -51,11 +51,11 @@ class Method:
         return self.codec.exact
 
     def nbytes(self, num_tokens: int, layout: KVLayout, first_token: int = 0) -> int:
-        """Returns the bytes that ``num_tokens`` take; an estimate if codes are entropy-coded."""
+        """Return the bytes that ``num_tokens`` take; an estimate if codes are entropy-coded."""
         return self._padded.packed_nbytes(layout, num_tokens, first_token)
 
     def bits(self, layout: KVLayout = USUAL_LAYOUT) -> float:
-        """Returns the bits per value of a chunk of 128 tokens, scales and tables included.
+        """Return the bits per value of a chunk of 128 tokens, scales and tables included.
 
         The first four tokens of a session, which stay in 16 bits, are not counted.
         """
@@ -63,7 +63,7 @@ class Method:
         return 8 * packed / (CHUNK_TOKENS * layout.elements_per_token)
 
     def pack(self, rows: np.ndarray, side: Side = "key", first_token: int = 0) -> Packed:
-        """Packs the keys or the values of some heads.
+        """Pack the keys or the values of some heads.
 
         ``rows``: (heads, tokens, dim). ``first_token`` is the position of the first row's token in
         its session: tokens 0 to 3 stay in 16 bits, since attention depends on them most.
@@ -80,7 +80,7 @@ class Method:
         return self._packed(run, layout, first_token)
 
     def pack_run(self, run: KVRun, first_token: int = 0) -> Packed:
-        """Packs all layers of a model.
+        """Pack all layers of a model.
 
         ``run``: for each layer K and V, (heads, tokens, dim) each. Raises what ``pack`` raises.
         """
@@ -91,7 +91,7 @@ class Method:
         return self._packed(run, layout, first_token)
 
     def restore(self, packed: Packed, out: np.ndarray | None = None) -> np.ndarray:
-        """Returns the rows of a ``pack`` call, with the loss of the method.
+        """Return the rows of a ``pack`` call, with the loss of the method.
 
         ``out``: the array to write to and return, (heads, tokens, dim) in the dtype of the packed
         rows; None = a new one.
@@ -110,7 +110,7 @@ class Method:
         return out
 
     def restore_run(self, packed: Packed) -> list[KVPair]:
-        """Returns K and V of each layer of a ``pack_run`` call. Raises what ``restore`` raises."""
+        """Return K and V of each layer of a ``pack_run`` call. Raises what ``restore`` raises."""
         self._require_own(packed)
         layout, num_tokens, first = packed.layout, packed.num_tokens, packed.first_token
         check_claim(self._padded, layout, num_tokens, first, packed.nbytes)
@@ -122,7 +122,7 @@ class Method:
         return run
 
     def scores(self, query: np.ndarray, packed: Packed) -> np.ndarray:
-        """Returns the products of queries with packed rows, fp32 (heads, queries, tokens).
+        """Return the products of queries with packed rows, fp32 (heads, queries, tokens).
 
         Rows of ``tq1`` to ``tq8`` stay packed: the query is rotated instead of the rows. Rows of
         other methods are restored first. ``query``: fp32 (heads, queries, dim).
@@ -139,7 +139,7 @@ class Method:
         return np.asarray(query @ rows.swapaxes(1, 2))
 
     def weighted_sum(self, weights: np.ndarray, packed: Packed) -> np.ndarray:
-        """Returns weighted sums of packed rows, fp32 (heads, queries, dim).
+        """Return weighted sums of packed rows, fp32 (heads, queries, dim).
 
         ``weights``: fp32 (heads, queries, tokens). Raises what ``scores`` raises.
         """
@@ -158,7 +158,7 @@ class Method:
         return widen(to_stored(self.restore(packed), dtype), dtype)
 
     def frombytes(self, data: bytes | bytearray | memoryview) -> Packed:
-        """Returns the rows of a ``Packed.tobytes`` call, which this method has to have packed.
+        """Return the rows of a ``Packed.tobytes`` call, which this method has to have packed.
 
         Raises:
             Corrupt: as ``Packed.frombytes``.
@@ -182,7 +182,7 @@ class Method:
             raise Mismatch(f"packed by {packed.codec_id}, not by {self.id}")
 
     def _with_arrays(self, packed: Packed) -> Packed:
-        """Returns ``packed`` with ``arrays``: the payload, and its parts if the codec has rows."""
+        """Return ``packed`` with ``arrays``: the payload, and its parts if the codec has rows."""
         arrays = {"payload": np.frombuffer(packed.payload, np.uint8)}
         if isinstance(self.codec, RowCodec):
             arrays |= row_arrays(self.codec, packed)
@@ -190,7 +190,7 @@ class Method:
 
 
 def layout_of_run(run: KVRun) -> KVLayout:
-    """Returns the layout of the arrays of a run. Raises ``ValueError`` if they are not KV."""
+    """Return the layout of the arrays of a run. Raises ``ValueError`` if they are not KV."""
     if not run:
         raise ValueError("a run without layers")
     for array in (x for pair in run for x in pair):
@@ -234,7 +234,7 @@ def _shape_of(packed: Packed) -> tuple[int, int, int]:
 
 
 def _side_of(layout: KVLayout) -> Side:
-    """Returns the side of a layout made by ``pack``. Raises ``Mismatch`` for one of a run."""
+    """Return the side of a layout made by ``pack``. Raises ``Mismatch`` for one of a run."""
     sides: Sequence[tuple[int, int]] = [(x.head_dim, x.value_dim) for x in layout.layers]
     if len(sides) != 1 or all(sides[0]) or not any(sides[0]):
         raise Mismatch("these are layers of a model; use restore_run")

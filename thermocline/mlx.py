@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def make_cache(model: Any, codec: str = "tq3") -> list[Any]:
-    """Makes a cache for each layer of a model of mlx_lm, for one prompt.
+    """Make a cache for each layer of a model of mlx_lm, for one prompt.
 
     The first four tokens and the newest 64 to 127 stay in 16 bits, all others are packed.
 
@@ -48,7 +48,7 @@ def make_cache(model: Any, codec: str = "tq3") -> list[Any]:
 
 
 def pack_cache(model: Any, caches: Sequence[Any], codec: str = "tq3") -> list[Any]:
-    """Returns packed copies of caches that mlx_lm has filled.
+    """Return packed copies of caches that mlx_lm has filled.
 
     With them a prompt is computed on the exact KV, and its answer on the packed KV.
 
@@ -75,7 +75,7 @@ def _is_plain(cache: Any) -> bool:
 
 
 def attending(model: Any) -> AbstractContextManager[None]:
-    """Lets a model attend to packed rows without restoring them, inside a ``with`` block.
+    """Let a model attend to packed rows without restoring them, inside a ``with`` block.
 
     Replaces ``scaled_dot_product_attention`` in the model's module for that time. Has no effect on
     models that do not use mlx_lm's function.
@@ -86,7 +86,7 @@ def attending(model: Any) -> AbstractContextManager[None]:
 def capture(
     model: Any, tokens: Sequence[Sequence[int]], *, progress: bool | None = None
 ) -> Samples:
-    """Computes the KV of some texts and how much errors in it matter, for ``learn``.
+    """Compute the KV of some texts and how much errors in it matter, for ``learn``.
 
     ``tokens``: the token ids of each text. The result has the layout, the model's rotary
     embedding, K and V of all layers of each text as numpy arrays (heads, tokens, dim), and how
@@ -106,7 +106,7 @@ def capture(
 
 
 def layout_of(model: Any) -> KVLayout:
-    """Returns the layout of a model's growing caches; computes three tokens.
+    """Return the layout of a model's growing caches; compute three tokens.
 
     Raises:
         ValueError: the caches cannot be packed; the message says why.
@@ -115,7 +115,7 @@ def layout_of(model: Any) -> KVLayout:
 
 
 def instrument(model: Any) -> MlxInstrument:
-    """Returns an ``engines.calibration.instrument.Instrument`` that measures a model of mlx_lm.
+    """Return an ``engines.calibration.instrument.Instrument`` that measures a model of mlx_lm.
 
     It has no tokenizer, so it cannot encode text. Raises ``ValueError`` as ``layout_of``.
     """

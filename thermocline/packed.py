@@ -47,7 +47,7 @@ class Packed:
         return len(self.payload)
 
     def tobytes(self) -> bytes:
-        """Returns the rows and a checksum as bytes, which ``Method.frombytes`` reads."""
+        """Return the rows and a checksum as bytes, which ``Method.frombytes`` reads."""
         head = msgspec.json.encode(self.layout)
         key = CHUNK + blake2b(self.payload, digest_size=32).digest()
         header = blobs.Header(
@@ -64,7 +64,7 @@ class Packed:
 
     @classmethod
     def frombytes(cls, data: bytes | bytearray | memoryview) -> Packed:
-        """Returns the rows of a ``tobytes`` call; the payload is a view of ``data``.
+        """Return the rows of a ``tobytes`` call; the payload is a view of ``data``.
 
         Raises:
             Corrupt: ``data`` was truncated, extended or changed.
@@ -94,7 +94,7 @@ def _check(layout: KVLayout, header: blobs.Header) -> None:
 
 
 def row_arrays(codec: RowCodec, packed: Packed) -> dict[str, np.ndarray]:
-    """Returns views of the first tokens, scales and codes in a payload of ``pack``.
+    """Return views of the first tokens, scales and codes in a payload of ``pack``.
 
     Empty for rows of ``pack_run``. Raises ``Corrupt`` if the payload does not fit its layout.
     """

@@ -63,7 +63,7 @@ class PaddedCodec:
 
 
 def padded_layout(codec: Codec, layout: KVLayout) -> KVLayout:
-    """Returns ``layout`` with each dimension raised to the next one that ``codec`` can pack.
+    """Return ``layout`` with each dimension raised to the next one that ``codec`` can pack.
 
     Raises:
         UnknownCodec: ``MOST`` more values are not enough, or the codec refuses the layout for
@@ -84,7 +84,7 @@ def padded_layout(codec: Codec, layout: KVLayout) -> KVLayout:
 def claimed_layout(
     codec: Codec, layout: KVLayout, num_tokens: int, first_token: int, nbytes: int
 ) -> KVLayout:
-    """Returns ``padded_layout`` of a layout that a header, not yet trusted, claims for a payload.
+    """Return ``padded_layout`` of a layout that a header, not yet trusted, claims for a payload.
 
     Raises:
         Corrupt: ``nbytes`` of payload are too few for it, or ``codec`` cannot pack it.
@@ -108,7 +108,7 @@ def _padded_layer(codec: Codec, layer: KVLayer) -> KVLayer:
 
 
 def _padded_dim(codec: Codec, dim: int) -> int:
-    """Returns the next length that ``codec`` takes; 0 stays 0."""
+    """Return the next length that ``codec`` takes; 0 stays 0."""
     if not dim or _takes(codec, dim):
         return dim
     first = dim // STEP * STEP + STEP

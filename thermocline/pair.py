@@ -41,7 +41,7 @@ _AN_ID: Final = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MOST_ID - 1}}}", re.
 def simple(
     quantise: Quantise, dequantise: Dequantise, *, bits: int, torch: bool = False, id: str = ""
 ) -> Method:
-    """Makes a method of two functions; it can be measured, plotted and served as any other.
+    """Make a method of two functions; it can be measured, plotted and served as any other.
 
         def quantise(rows):                     # fp32 (num_rows, dim)
             scale = abs(rows).max(1, keepdims=True) / 7 + 1e-9
@@ -201,7 +201,7 @@ class SimpleCodec:
         reader.expect_end()
 
     def quantised(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Returns the arrays of ``quantise``: codes as uint16, other floats in their own dtype.
+        """Return the arrays of ``quantise``: codes as uint16, other floats in their own dtype.
 
         ``rows``: fp32 (num_rows, dim). Raises ``ValueError`` for wrong shapes, and for codes that
         are out of range.
@@ -214,7 +214,7 @@ class SimpleCodec:
         return [self._checked(x, is_codes=not i) for i, x in enumerate(arrays)]
 
     def restored(self, arrays: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-        """Returns the fp32 rows of ``dequantise``. Raises ``ValueError`` for a wrong shape."""
+        """Return the fp32 rows of ``dequantise``. Raises ``ValueError`` for a wrong shape."""
         given = [x.astype(np.float32) if x.dtype == np.uint16 else x for x in arrays]
         rows = np.asarray(self.dequantise(*map(self._tensor, given)), np.float32)
         if rows.shape != shape:
@@ -265,7 +265,7 @@ class SimpleCodec:
 
 @functools.lru_cache(maxsize=64)
 def _parts_of(codec: SimpleCodec, dim: int) -> tuple[_Part, ...]:
-    """Returns the shapes and dtypes of the arrays of ``quantise`` for rows of ``dim`` values.
+    """Return the shapes and dtypes of the arrays of ``quantise`` for rows of ``dim`` values.
 
     Raises ``UnknownCodec`` if it fails for such rows.
     """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def reporter(name: str, progress: bool | None) -> Callable[[str], None]:
-    """Returns the function to which a step reports its progress; it writes a line to stderr.
+    """Return the function to which a step reports its progress; it writes a line to stderr.
 
     ``progress``: whether it writes at all; None = only on a terminal.
     """

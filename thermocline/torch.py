@@ -34,7 +34,7 @@ class PackedCache(Cache):
     """
 
     def __init__(self, config: Any, codec: str | Method = "tq3") -> None:
-        """Makes an empty cache for the model of ``config``.
+        """Make an empty cache for the model of ``config``.
 
         ``codec``: a method, or its name, that does not need all layers of a model at once.
 
@@ -105,7 +105,7 @@ class PackedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self.num_packed + (int(self.keys.shape[-2]) if self.keys.numel() else 0)
 
     def _pack_old(self) -> None:
-        """Packs whole blocks of the tokens that are older than the newest ``NUM_RECENT``."""
+        """Pack whole blocks of the tokens that are older than the newest ``NUM_RECENT``."""
         recent = int(self.keys.shape[-2]) if self.keys.numel() else 0
         count = max(0, recent - NUM_RECENT) // BLOCK * BLOCK
         for start in range(0, count, BLOCK):
@@ -122,7 +122,7 @@ class PackedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.values = self.values[:, :, count:].clone()
 
     def _whole(self, side: int, recent: torch.Tensor) -> torch.Tensor:
-        """Returns K or V of all tokens, (batch, heads, tokens, dim)."""
+        """Return K or V of all tokens, (batch, heads, tokens, dim)."""
         num_packed = self.num_packed
         if not num_packed:
             return recent
@@ -169,7 +169,7 @@ class PackedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 def _cut(blocks: list[_Block], length: int) -> list[_Block]:
-    """Returns the blocks of the first ``length`` tokens; of the last one only a part may count."""
+    """Return the blocks of the first ``length`` tokens; of the last one only a part may count."""
     found = []
     for block in blocks:
         if length > 0:
@@ -179,7 +179,7 @@ def _cut(blocks: list[_Block], length: int) -> list[_Block]:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    """Returns a tensor as a numpy array on the host, bf16 as bit patterns in uint16."""
+    """Return a tensor as a numpy array on the host, bf16 as bit patterns in uint16."""
     tensor = tensor.detach().cpu().contiguous()
     pattern = _BIT_PATTERNS.get(tensor.dtype)
     if pattern is None:
@@ -190,7 +190,7 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _tensor(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor of an array of ``_array``, in the dtype and on the device of ``like``."""
+    """Return the tensor of an array of ``_array``, in the dtype and on the device of ``like``."""
     pattern = _BIT_PATTERNS.get(like.dtype)
     array = np.ascontiguousarray(array)
     if pattern is None:

@@ -45,20 +45,20 @@ class Codec(Protocol):
         """True only if ``decode(encode(x))`` equals ``x`` bit for bit."""
 
     def check(self, layout: KVLayout) -> None:
-        """Checks that this layout can be encoded.
+        """Check that this layout can be encoded.
 
         Raises:
             UnknownCodec: it cannot be encoded; the message is one sentence with the reason.
         """
 
     def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
-        """Returns the bytes of the payload; an estimate if the codec has an entropy coder.
+        """Return the bytes of the payload; an estimate if the codec has an entropy coder.
 
         A payload is longer only if some rows have to be stored unquantised.
         """
 
     def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
-        """Returns a lower bound of the length of any payload of ``num_tokens`` tokens, in bytes.
+        """Return a lower bound of the length of any payload of ``num_tokens`` tokens, in bytes.
 
         The layout may come from a forged header. So this only computes; it allocates and compiles
         nothing.
@@ -68,7 +68,7 @@ class Codec(Protocol):
         """
 
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> Payload:
-        """Packs ``run``, which begins with token ``first_token`` of the session.
+        """Pack ``run``, which begins with token ``first_token`` of the session.
 
         ``run``: K (num_kv_heads, num_tokens, head_dim) and V (num_kv_heads, num_tokens, value_dim)
         of each layer, in the numpy dtype of ``layout``. The arrays are only read, and no reference
@@ -76,7 +76,7 @@ class Codec(Protocol):
         """
 
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
-        """Unpacks all tokens of a run into ``out``.
+        """Unpack all tokens of a run into ``out``.
 
         ``out`` holds views of the caller's arrays, in the form that ``encode`` takes.
 
@@ -93,7 +93,7 @@ class ChunksCodec(Codec, Protocol):
     def decode_chunks(
         self, payloads: Sequence[memoryview], layout: KVLayout, first_token: int, out: KVRun
     ) -> None:
-        """Unpacks the payloads of consecutive chunks; see ``decode_each`` for the arguments."""
+        """Unpack the payloads of consecutive chunks; see ``decode_each`` for the arguments."""
 
 
 _MEMBERS = ("id", "exact", "check", "packed_nbytes", "least_nbytes", "encode", "decode")
@@ -117,14 +117,14 @@ def as_codec(codec: object, called: str) -> Codec:
 
 
 def num_sinks(num_tokens: int, first_token: int) -> int:
-    """Returns how many of ``num_tokens`` tokens from ``first_token`` on are sinks."""
+    """Return how many of ``num_tokens`` tokens from ``first_token`` on are sinks."""
     return min(max(NUM_SINKS - first_token, 0), num_tokens)
 
 
 def decode_each(
     codec: Codec, payloads: Sequence[memoryview], layout: KVLayout, first_token: int, out: KVRun
 ) -> None:
-    """Unpacks the payloads of consecutive chunks, one by one, with ``Codec.decode``.
+    """Unpack the payloads of consecutive chunks, one by one, with ``Codec.decode``.
 
     All chunks have the same number of tokens, together those of ``out``, and none has sinks.
     """
@@ -138,7 +138,7 @@ def decode_each(
 def check_claim(
     codec: Codec, layout: KVLayout, num_tokens: int, first_token: int, nbytes: int
 ) -> None:
-    """Checks that a payload of ``nbytes`` can hold what its header claims.
+    """Check that a payload of ``nbytes`` can hold what its header claims.
 
     Every reader of packed bytes calls it before anything is allocated or built for the layout.
 
@@ -154,7 +154,7 @@ def check_claim(
 
 
 def check_run(run: KVRun, layout: KVLayout) -> int:
-    """Returns the number of tokens in ``run``.
+    """Return the number of tokens in ``run``.
 
     Raises:
         ValueError: shapes or dtype differ from the layout's: a defect in the caller.
@@ -189,7 +189,7 @@ class RawCodec:
     exact: bool = True
 
     def check(self, layout: KVLayout) -> None:
-        """Accepts any layout."""
+        """Accept any layout."""
 
     def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
         return layout.bytes_per_token * num_tokens

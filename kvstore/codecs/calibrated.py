@@ -24,7 +24,7 @@ class CalibratedPreset(Protocol):
     """A method that learns arrays from a model, and makes codecs from them."""
 
     def learn(self, samples: Samples, means: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the arrays to keep in the profile, by name.
+        """Return the arrays to keep in the profile, by name.
 
         ``means``: fp32 (elements of a token,), of keys without RoPE.
         """
@@ -32,7 +32,7 @@ class CalibratedPreset(Protocol):
     def assemble(
         self, profile: Profile, learned: Mapping[str, np.ndarray], layout: KVLayout
     ) -> Sequence[StackPacker]:
-        """Makes one packer for each stack of ``layout`` from the learned arrays.
+        """Make one packer for each stack of ``layout`` from the learned arrays.
 
         Raises:
             KeyError, TypeError, ValueError, IndexError: the arrays are those of another release.
@@ -40,7 +40,7 @@ class CalibratedPreset(Protocol):
 
 
 def calibrated_preset(name: str) -> CalibratedPreset:
-    """Returns the learned preset of that name, with the parameters that the name gives."""
+    """Return the learned preset of that name, with the parameters that the name gives."""
     family = family_of(name)
     learn = CODECS[family].learn
     usual: Any = imported(family, learn) if isinstance(learn, str) else learn
@@ -53,7 +53,7 @@ def calibrated_preset(name: str) -> CalibratedPreset:
 def learn_profile(
     samples: Samples, fingerprint: str, presets: Iterable[str] = CALIBRATED
 ) -> Profile:
-    """Makes a profile from the arrays that ``presets`` learn from a model; numpy only.
+    """Make a profile from the arrays that ``presets`` learn from a model; numpy only.
 
     Takes seconds for presets that treat each layer by itself, minutes for those across layers.
     """
@@ -65,7 +65,7 @@ def learn_profile(
 
 
 def calibrated_codec(name: str, profile: Profile) -> StackCodec:
-    """Makes the codec of a preset from the arrays that it learned, in ``profile``.
+    """Make the codec of a preset from the arrays that it learned, in ``profile``.
 
     Raises:
         UnknownCodec: the profile has no arrays of this preset, or another release wrote it.
@@ -100,7 +100,7 @@ class _Assembled:
 
 
 def _check_model(profile: Profile, learned: Mapping[str, np.ndarray]) -> None:
-    """Checks means and RoPE tables, which kernels use unchecked. Raises ``ValueError``."""
+    """Check means and RoPE tables, which kernels use unchecked. Raises ``ValueError``."""
     layers, ropes = profile.layout.layers, profile.ropes
     if len(ropes) != len(layers):
         raise ValueError(f"RoPE of {len(ropes)} layers, not {len(layers)}")

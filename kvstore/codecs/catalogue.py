@@ -281,13 +281,13 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
 
 
 def is_import_string(text: str) -> bool:
-    """Returns whether ``text`` has the form ``module:Attr``."""
+    """Return whether ``text`` has the form ``module:Attr``."""
     module_name, _, attribute = text.partition(":")
     return bool(attribute) and all(part.isidentifier() for part in module_name.split("."))
 
 
 def imported(name: str, target: str) -> Any:
-    """Returns the object that the import string ``target`` names, for the codec ``name``.
+    """Return the object that the import string ``target`` names, for the codec ``name``.
 
     Raises:
         UnknownCodec: ``target`` is no import string, or its object cannot be imported.

@@ -20,7 +20,7 @@ FP16_INFINITY = 31 << 10
 
 
 def to_stored(values: np.ndarray, dtype: DType) -> np.ndarray:
-    """Returns the bit patterns in which rows are stored: bf16, or fp16 for an fp16 cache.
+    """Return the bit patterns in which rows are stored: bf16, or fp16 for an fp16 cache.
 
     ``values``: any shape and strides, in the numpy dtype of ``dtype``. Returns uint16 of that
     shape.
@@ -31,21 +31,21 @@ def to_stored(values: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def widen(stored: np.ndarray, dtype: DType) -> np.ndarray:
-    """Returns the fp32 values of uint16 bit patterns made by ``to_stored``; any shape."""
+    """Return the fp32 values of uint16 bit patterns made by ``to_stored``; any shape."""
     if dtype == "float16":
         return stored.view(np.float16).astype(np.float32)
     return (stored.astype(np.uint32) << 16).view(np.float32)
 
 
 def from_stored(stored: np.ndarray, dtype: DType) -> np.ndarray:
-    """Returns uint16 bit patterns of ``to_stored`` in the engine's dtype; any shape."""
+    """Return uint16 bit patterns of ``to_stored`` in the engine's dtype; any shape."""
     if dtype == "float32":
         return widen(stored, dtype)
     return stored.view(np.float16) if dtype == "float16" else stored
 
 
 def narrow(values: np.ndarray, dtype: DType) -> np.ndarray:
-    """Rounds finite fp32 values to the precision of stored rows, in the engine's dtype.
+    """Round finite fp32 values to the precision of stored rows, in the engine's dtype.
 
     Keeps the shape, which may be any. fp16 saturates: a new infinity would turn attention into NaN.
     """
@@ -56,7 +56,7 @@ def narrow(values: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def round_to_bf16(values: np.ndarray) -> np.ndarray:
-    """Rounds fp32 values to uint16 bit patterns of bf16, to nearest even; a NaN stays a NaN."""
+    """Round fp32 values to uint16 bit patterns of bf16, to nearest even; a NaN stays a NaN."""
     bits: np.ndarray = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -64,12 +64,12 @@ def round_to_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def limited_to_fp16(values: np.ndarray) -> np.ndarray:
-    """Rounds floats of any shape to fp16, little-endian; beyond its range is its largest value."""
+    """Round floats of any shape to fp16, little-endian; beyond its range is its largest value."""
     return np.clip(values, -FP16_LARGEST, FP16_LARGEST).astype("<f2")
 
 
 def round_to_normal_fp16(values: np.ndarray) -> np.ndarray:
-    """Rounds positive fp32 values to uint16 bit patterns of fp16, to nearest even.
+    """Round positive fp32 values to uint16 bit patterns of fp16, to nearest even.
 
     Values that are not normal in fp16 become zero.
     """
@@ -81,12 +81,12 @@ def round_to_normal_fp16(values: np.ndarray) -> np.ndarray:
 
 
 def widen_normal_fp16(bits: np.ndarray) -> np.ndarray:
-    """Returns the fp32 values of nonzero uint16 patterns of ``round_to_normal_fp16``."""
+    """Return the fp32 values of nonzero uint16 patterns of ``round_to_normal_fp16``."""
     return ((bits.astype(np.uint32) + np.uint32(REBIAS)) << 13).view(np.float32)
 
 
 def is_normal_fp16(bits: np.ndarray) -> np.ndarray:
-    """Returns for each uint16 bit pattern whether it is a positive normal fp16.
+    """Return for each uint16 bit pattern whether it is a positive normal fp16.
 
     The result is bool, of the same shape.
     """

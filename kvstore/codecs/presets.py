@@ -33,7 +33,7 @@ ID_DIGITS: Final = 10  # of a digest of parameters, in a codec's id
 
 
 def canonical_name(name: str) -> str:
-    """Returns the canonical form of a preset's name; ``tq:bits=4`` is ``tq4``.
+    """Return the canonical form of a preset's name; ``tq:bits=4`` is ``tq4``.
 
     Raises:
         UnknownCodec: it names no codec, or sets parameters that the codec does not take.
@@ -45,7 +45,7 @@ def canonical_name(name: str) -> str:
 
 
 def open_codec(name: str, profile: Profile | None = None) -> Codec:
-    """Returns the codec of that name: the one learned in ``profile``, else one without a profile.
+    """Return the codec of that name: the one learned in ``profile``, else one without a profile.
 
     Raises:
         UnknownCodec: no such name, or it needs a missing profile; the message names a remedy.
@@ -59,7 +59,7 @@ def open_codec(name: str, profile: Profile | None = None) -> Codec:
 
 
 def codec_by_name(name: str) -> Codec:
-    """Returns a preset that needs no profile, or the codec that an import string names.
+    """Return a preset that needs no profile, or the codec that an import string names.
 
     Raises:
         UnknownCodec: no such name, or it needs a profile, or the named object is not a codec.
@@ -89,7 +89,7 @@ def codec_by_name(name: str) -> Codec:
 
 
 def _imported(name: str, target: MakeCodec, parameters: dict[str, float]) -> Codec:
-    """Returns the object that ``target`` names, or the result of a call with ``parameters``."""
+    """Return the object that ``target`` names, or the result of a call with ``parameters``."""
     found = imported(name, target) if isinstance(target, str) else target
     try:
         codec: object = found(**parameters) if callable(found) else found
@@ -116,7 +116,7 @@ def check_name(name: str) -> None:
 
 
 def is_exact(name: str) -> bool:
-    """Returns whether the codec of that name restores every bit, on any model.
+    """Return whether the codec of that name restores every bit, on any model.
 
     Raises:
         UnknownCodec: there is no such codec.
@@ -127,7 +127,7 @@ def is_exact(name: str) -> bool:
 
 
 def warm(codec: Codec, layout: KVLayout) -> None:
-    """Compiles the kernels that ``layout`` needs before the first request. Takes seconds, once."""
+    """Compile the kernels that ``layout`` needs before the first request. Takes seconds, once."""
     run = layout.empty(1)
     for key, value in run:
         key.fill(1)

@@ -97,7 +97,7 @@ class Profile:
         return {preset: self._digest(preset) for preset in self.learned}
 
     def of_windows(self) -> Profile:
-        """Returns the profile of only the layers with windows, as if the model had no others."""
+        """Return the profile of only the layers with windows, as if the model had no others."""
         learned = {
             name.removesuffix(OF_WINDOWS): arrays
             for name, arrays in self.learned.items()
@@ -107,7 +107,7 @@ class Profile:
         return Profile(self.fingerprint, layout, self.window_ropes, learned)
 
     def only(self, preset: str) -> Profile:
-        """Returns a profile without other presets' arrays, whose memory can then be freed."""
+        """Return a profile without other presets' arrays, whose memory can then be freed."""
         rows = tuple(x for x in self.rows if x.preset == preset)
         codec = first_part(preset)
         own = (codec, codec + OF_WINDOWS, OF_STATES)
@@ -115,7 +115,7 @@ class Profile:
         return replace(self, learned=learned, rows=rows)
 
     def in_memory(self) -> Profile:
-        """Returns the profile with copies of its arrays, which do not depend on its file."""
+        """Return the profile with copies of its arrays, which do not depend on its file."""
         learned = {
             name: {key: _copied(array) for key, array in arrays.items()}
             for name, arrays in self.learned.items()
@@ -131,7 +131,7 @@ class Profile:
         return digest.hexdigest()
 
     def to_bytes(self) -> bytes:
-        """Returns the content of the profile's file."""
+        """Return the content of the profile's file."""
         return b"".join(self._blocks())
 
     def _blocks(self) -> Iterator[bytes | memoryview]:
@@ -146,7 +146,7 @@ class Profile:
         yield digest.digest()
 
     def save(self, path: Path) -> None:
-        """Writes the file completely under another name, then renames it.
+        """Write the file completely under another name, then rename it.
 
         Raises:
             OSError: it cannot be written; no partial file is left.
@@ -164,7 +164,7 @@ class Profile:
 
 
 def load_profile(path: Path, *, mapped: bool = False) -> Profile:
-    """Reads a profile. Its arrays are read-only, each in memory of its own.
+    """Read a profile. Its arrays are read-only, each in memory of its own.
 
     ``mapped``: map the arrays from the file instead; they stay valid if the file is replaced.
 
@@ -179,7 +179,7 @@ def load_profile(path: Path, *, mapped: bool = False) -> Profile:
 
 
 def profile_in(content: bytes | bytearray | memoryview) -> Profile:
-    """Reads a profile from the content of its file; the arrays are copies.
+    """Read a profile from the content of its file; the arrays are copies.
 
     Raises:
         Corrupt: it is not a profile, or damaged.
@@ -209,7 +209,7 @@ def _loaded(file: _File, size: int, path: Path, take: _Take) -> Profile:
 
 
 def _is_whole(file: _File, end: int) -> bool:
-    """Returns whether the digest matches; reads block by block, since a profile may be large."""
+    """Return whether the digest matches; read block by block, since a profile may be large."""
     digest, block = blake2b(digest_size=DIGEST_BYTES), memoryview(bytearray(BLOCK_BYTES))
     file.seek(0)
     for at in range(0, end, BLOCK_BYTES):
@@ -258,7 +258,7 @@ def _arrays(
     path: Path,
     take: _Take,
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Reads the arrays, which extend in the file from ``span[0]`` to ``span[1]``."""
+    """Read the arrays, which extend in the file from ``span[0]`` to ``span[1]``."""
     learned: dict[str, dict[str, np.ndarray]] = {}
     at, last = span
     end = last if not entries else at
@@ -313,7 +313,7 @@ ArraySpecs: TypeAlias = Mapping[str, tuple[str, tuple[str, ...]]]
 def check_specs(
     arrays: Mapping[str, np.ndarray], specs: ArraySpecs, sizes: Mapping[str, int]
 ) -> None:
-    """Checks dtypes and shapes. Raises ``ValueError`` for the first array that differs.
+    """Check dtypes and shapes. Raises ``ValueError`` for the first array that differs.
 
     ``sizes``: the length of each axis, by the names in ``specs``.
     """
@@ -335,20 +335,20 @@ def check_ranges(ranges: Mapping[str, bool]) -> None:
 
 
 def length_of(array: np.ndarray, axis: int, ndim: int) -> int:
-    """Returns the length of an axis; 0 if the array does not have ``ndim`` axes."""
+    """Return the length of an axis; 0 if the array does not have ``ndim`` axes."""
     return int(array.shape[axis]) if array.ndim == ndim else 0
 
 
 def are_sizes(array: np.ndarray) -> bool:
-    """Returns whether all values are from 0 to ``LARGEST_SIZE``."""
+    """Return whether all values are from 0 to ``LARGEST_SIZE``."""
     return bool(np.all((array >= 0) & (array <= LARGEST_SIZE)))  # a NaN fails both comparisons
 
 
 def are_powers_of_two(array: np.ndarray) -> bool:
-    """Returns whether all values are powers of two: multiplying by them never rounds."""
+    """Return whether all values are powers of two: multiplying by them never rounds."""
     return are_sizes(array) and bool(np.all(np.frexp(array)[0] == 0.5))
 
 
 def ascends(array: np.ndarray) -> bool:
-    """Returns whether no value is smaller than the one before it on the last axis."""
+    """Return whether no value is smaller than the one before it on the last axis."""
     return bool(np.all(array[..., 1:] >= array[..., :-1]))

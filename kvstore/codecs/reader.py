@@ -17,7 +17,7 @@ class Reader:
         self._at = 0
 
     def take(self, dtype: str, *shape: int) -> np.ndarray:
-        """Returns the next array of that dtype and shape, a read-only view.
+        """Return the next array of that dtype and shape, a read-only view.
 
         ``dtype`` states the byte order.
 
@@ -33,7 +33,7 @@ class Reader:
         return view.view(kind).reshape(shape)
 
     def count(self, most: int) -> int:
-        """Returns the next number, a u32: the count of the entries that follow.
+        """Return the next number, a u32: the count of the entries that follow.
 
         Raises:
             Corrupt: it is larger than ``most``.
@@ -44,11 +44,11 @@ class Reader:
         return number
 
     def expect_end(self) -> None:
-        """Checks that nothing is left. Raises ``Corrupt`` if something is."""
+        """Check that nothing is left. Raises ``Corrupt`` if something is."""
         if self._at != len(self._bytes):
             raise Corrupt(f"payload of {len(self._bytes)} bytes, {self._at} expected")
 
 
 def count_bytes(number: int) -> bytes:
-    """Returns the bytes from which ``Reader.count`` reads this number."""
+    """Return the bytes from which ``Reader.count`` reads this number."""
     return number.to_bytes(4, "little")

@@ -35,7 +35,7 @@ def register(
     *,
     parameters: Sequence[Parameter] | None = None,
 ) -> None:
-    """Adds a method to the table, in this process; replaces a registered one of the same name.
+    """Add a method to the table, in this process; replace a registered one of the same name.
 
     Args:
         name: at most 11 characters: small letters, digits and "_".
@@ -75,7 +75,7 @@ def register(
 
 
 def import_registering(modules: Iterable[str]) -> None:
-    """Imports modules that register methods; importing one a second time has no effect.
+    """Import modules that register methods; importing one a second time has no effect.
 
     Raises:
         UnknownCodec: a module cannot be imported; the message says why.
@@ -90,7 +90,7 @@ def import_registering(modules: Iterable[str]) -> None:
 
 
 def _described(name: str, entry: CodecEntry, parameters: Sequence[Parameter] | None) -> CodecEntry:
-    """Returns the table's row with the fields that follow from the method itself."""
+    """Return the table's row with the fields that follow from the method itself."""
     from kvstore.codecs.presets import codec_by_name
     from kvstore.shapes import KVLayer, KVLayout
 
@@ -122,7 +122,7 @@ def _sentence_of(source: Any) -> str:
 
 
 def _parameters_of(source: Any) -> tuple[Parameter, ...]:
-    """Returns a callable's parameters, or a dataclass's fields, whose defaults are numbers."""
+    """Return a callable's parameters, or a dataclass's fields, whose defaults are numbers."""
     usual: dict[str, Any] = {}
     if callable(source):
         usual = {x.name: x.default for x in inspect.signature(source).parameters.values()}

@@ -69,7 +69,7 @@ class ClassCoder:
         self._least_bits = ROUNDING * symbols + float(low_bits.sum())
 
     def outputs(self, of_symbols: np.ndarray = SYMBOLS) -> Outputs:
-        """Returns the ``outputs`` argument of ``read_coded`` for bytes other than the symbols."""
+        """Return the ``outputs`` argument of ``read_coded`` for bytes other than the symbols."""
         return Outputs(of_symbols, self.tables.slots(of_symbols))
 
     @functools.cached_property
@@ -87,7 +87,7 @@ class ClassCoder:
         return self.write_coded(Coded(symbols, low, high[escaped]), rows.shape[1])
 
     def write_coded(self, coded: Coded, num_tokens: int) -> bytes:
-        """Returns what ``write`` returns, for symbols instead of codes."""
+        """Return what ``write`` returns, for symbols instead of codes."""
         stream = rans.encode(coded.symbols, num_tokens, self.classes, self.tables)
         return b"".join(
             [
@@ -102,7 +102,7 @@ class ClassCoder:
     def read_coded(
         self, reader: Reader, num_tokens: int, outputs: Outputs
     ) -> tuple[Coded, np.ndarray]:
-        """Returns the symbols, from which ``read`` computes the codes, or other ``outputs``.
+        """Return the symbols, from which ``read`` computes the codes, or other ``outputs``.
 
         Also the places of escaped symbols, int64: row times tokens plus token, ascending.
 
@@ -134,9 +134,9 @@ class ClassCoder:
         return codes.reshape(units, components, num_tokens).swapaxes(1, 2)
 
     def nbytes(self, num_tokens: int) -> int:
-        """Returns the length that is expected by the tables."""
+        """Return the length that is expected by the tables."""
         return int(self._bits * num_tokens / 8) + 4 + rans.HEAD_BYTES + 4
 
     def least_nbytes(self, num_tokens: int) -> int:
-        """Returns the length if every component had only its most frequent symbol, with planes."""
+        """Return the length if every component had only its most frequent symbol, with planes."""
         return int(self._least_bits * num_tokens / 8)

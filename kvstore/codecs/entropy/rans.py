@@ -40,7 +40,7 @@ Encoder: TypeAlias = Callable[..., int]
 
 
 def padded_tokens(num_tokens: int) -> int:
-    """Returns the length of a row in memory: whole vectors of lanes."""
+    """Return the length of a row in memory: whole vectors of lanes."""
     return -(-num_tokens // LANES) * LANES
 
 
@@ -51,7 +51,7 @@ def encode(
     tables: SymbolTables,
     run: Encoder | None = None,
 ) -> bytes:
-    """Codes ``symbols``, none above the escape of its row's class.
+    """Code ``symbols``, none above the escape of its row's class.
 
     ``symbols``: uint8 (rows, padded tokens), contiguous. ``classes``: int64 (rows,). ``run``: the
     encoder; by default the fastest.
@@ -72,7 +72,7 @@ def decode(
     slots: np.ndarray,
     run: Decoder | None = None,
 ) -> np.ndarray:
-    """Decodes a whole stream, uint8 (nbytes,), to uint8 (rows, padded tokens).
+    """Decode a whole stream, uint8 (nbytes,), to uint8 (rows, padded tokens).
 
     ``slots``: of ``SymbolTables``. ``run``: the decoder; by default the fastest.
 
@@ -96,7 +96,7 @@ def decode(
 
 @functools.cache
 def _fastest() -> tuple[Encoder, Decoder]:
-    """Returns the compiled functions, if they give the bytes of the definition."""
+    """Return the compiled functions, if they give the bytes of the definition."""
     module = compiled_module(COMPILED)
     compiled = (module.encode, module.decode) if module is not None else None
     definition = (encode_reference, decode_reference)
@@ -104,7 +104,7 @@ def _fastest() -> tuple[Encoder, Decoder]:
 
 
 def agree(functions: tuple[Encoder, Decoder]) -> bool:
-    """Returns whether an encoder and a decoder code some rows as the definition does."""
+    """Return whether an encoder and a decoder code some rows as the definition does."""
     run_encoder, run_decoder = functions
     tables, classes = fit_tables([]), np.arange(1, NUM_CLASSES, dtype=np.int64)
     most = tables.escapes[classes].astype(np.int64)[:, None]
@@ -126,7 +126,7 @@ def encode_reference(
     words: np.ndarray,
     num_tokens: int,
 ) -> int:
-    """Writes words, the last one first, and the final states; returns the number of words."""
+    """Write words, the last one first, and the final states; return the number of words."""
     used = 0
     for row in range(len(classes) - 1, -1, -1):
         for at in range((num_tokens - 1) // LANES * LANES, -1, -LANES):
@@ -152,7 +152,7 @@ def decode_reference(
     found: np.ndarray,
     num_tokens: int,
 ) -> int:
-    """Fills ``found``, and writes the final states to ``states``.
+    """Fill ``found``, and write the final states to ``states``.
 
     Returns the number of words used, or -1 if there are too few.
     """

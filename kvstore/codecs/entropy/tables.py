@@ -38,7 +38,7 @@ SYMBOLS = np.tile(np.arange(NUM_SYMBOLS, dtype=np.uint8), (NUM_CLASSES, 1))
 
 
 def classes_of(ratios: np.ndarray) -> np.ndarray:
-    """Returns the int64 class numbers of deviations over steps, floats of any shape."""
+    """Return the int64 class numbers of deviations over steps, floats of any shape."""
     with np.errstate(divide="ignore"):
         octaves = np.log2(np.maximum(ratios, 1e-30))
     numbers = np.rint(CLASSES_PER_OCTAVE * octaves).astype(np.int64) - LOWEST_CLASS
@@ -46,12 +46,12 @@ def classes_of(ratios: np.ndarray) -> np.ndarray:
 
 
 def ratio_of(classes: np.ndarray) -> np.ndarray:
-    """Returns the deviation over step in the middle of each class, fp64 of the same shape."""
+    """Return the deviation over step in the middle of each class, fp64 of the same shape."""
     return np.exp2((classes + LOWEST_CLASS) / CLASSES_PER_OCTAVE)
 
 
 def plane_bits(classes: np.ndarray) -> np.ndarray:
-    """Returns the number of lowest bits of a code that go into planes, int64 for each class."""
+    """Return the number of lowest bits of a code that go into planes, int64 for each class."""
     whole_octaves = (classes + LOWEST_CLASS) // CLASSES_PER_OCTAVE
     return np.maximum(whole_octaves - CODED_BITS, 0)
 
@@ -103,7 +103,7 @@ class SymbolTables:
         return self.starts << np.uint32(16) | self.frequencies
 
     def slots(self, outputs: np.ndarray = SYMBOLS) -> np.ndarray:
-        """Returns what a decoder looks up, uint32 (NUM_CLASSES, TOTAL).
+        """Return what a decoder looks up, uint32 (NUM_CLASSES, TOTAL).
 
         An entry is an output << 24 | the symbol's frequency << 12 | the slot less the symbol's
         start. ``outputs``: the byte that a decoder writes for each symbol, uint8 (NUM_CLASSES,
@@ -117,18 +117,18 @@ class SymbolTables:
         return entries
 
     def bits(self) -> np.ndarray:
-        """Returns the mean bits of a code of each class, planes included, fp64 (NUM_CLASSES,)."""
+        """Return the mean bits of a code of each class, planes included, fp64 (NUM_CLASSES,)."""
         shares = self.frequencies / TOTAL
         lengths = -np.log2(np.where(shares > 0, shares, 1))
         return (shares * lengths).sum(axis=1) + plane_bits(np.arange(NUM_CLASSES))
 
     def least_bits(self) -> np.ndarray:
-        """Returns the bits of the most frequent symbol of each class, fp64 (NUM_CLASSES,)."""
+        """Return the bits of the most frequent symbol of each class, fp64 (NUM_CLASSES,)."""
         return -np.log2(self.frequencies.max(axis=1) / TOTAL)
 
 
 def fit_tables(samples: Iterable[tuple[np.ndarray, np.ndarray]]) -> SymbolTables:
-    """Learns tables from codes and the classes of their rows.
+    """Learn tables from codes and the classes of their rows.
 
     ``samples``: pairs of integer codes (rows, tokens) and int64 classes (rows,).
     """
@@ -149,7 +149,7 @@ def fit_tables(samples: Iterable[tuple[np.ndarray, np.ndarray]]) -> SymbolTables
 
 
 def _prior() -> np.ndarray:
-    """Returns Laplace-shaped shares, for symbols that did not occur in calibration."""
+    """Return Laplace-shaped shares, for symbols that did not occur in calibration."""
     classes = np.arange(NUM_CLASSES)
     ratios = ratio_of(classes) / 2.0 ** plane_bits(classes)
     sizes = np.abs(np.arange(NUM_SYMBOLS - 1) - MAX_LARGEST)
@@ -159,7 +159,7 @@ def _prior() -> np.ndarray:
 
 
 def _row(shares: np.ndarray, most: int) -> tuple[np.ndarray, int]:
-    """Returns the integer frequencies of one class, and its ``largest``, at most ``most``."""
+    """Return the integer frequencies of one class, and its ``largest``, at most ``most``."""
     sizes = np.abs(np.arange(len(shares)) - MAX_LARGEST)
     tails = [shares[sizes > largest].sum() for largest in range(most)]
     largest = next((k for k, tail in enumerate(tails) if tail < RARE), most)

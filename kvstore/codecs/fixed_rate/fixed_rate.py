@@ -53,7 +53,7 @@ class Axes:
 
     @classmethod
     def of(cls, samples: Samples, shape: StackShape, means: np.ndarray) -> Axes:
-        """Returns the axes of the stack ``shape``, learned from samples.
+        """Return the axes of the stack ``shape``, learned from samples.
 
         ``means``: fp32 (elements of a token,), of keys without RoPE.
         """
@@ -76,7 +76,7 @@ class Axes:
         return cls(samples, shape, means, gain, variances, there, back, deviations)
 
     def with_bits(self, bits: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the arrays of a stack, by name, that ``FixedRate.assemble`` takes.
+        """Return the arrays of a stack, by name, that ``FixedRate.assemble`` takes.
 
         ``bits``: integers (units, components), the bits of each component.
         """
@@ -95,13 +95,13 @@ class Axes:
         return counts
 
     def _coarse_sizes(self, stack: np.ndarray) -> np.ndarray:
-        """Returns gains rounded as a payload stores them; too large rows get the largest gain."""
+        """Return gains rounded as a payload stores them; too large rows get the largest gain."""
         gains, _ = self.gain.measure(stack)
         return gains
 
 
 def _shares(shape: StackShape, octaves: np.ndarray) -> np.ndarray:
-    """Returns the weight of each unit's errors, fp64 (units,).
+    """Return the weight of each unit's errors, fp64 (units,).
 
     Metrics measure errors relative to a *side*, K or V of a layer. If the rows of a head are small
     compared with its neighbours' rows, equally large relative errors do proportionally less harm.
@@ -118,7 +118,7 @@ def _shares(shape: StackShape, octaves: np.ndarray) -> np.ndarray:
 
 
 def gain_steps(octaves: np.ndarray) -> np.ndarray:
-    """Chooses the gains that the rows of each unit may have, from the observed sizes.
+    """Choose the gains that the rows of each unit may have, from the observed sizes.
 
     Half of them lie where most sizes are. The other half is spread evenly over all observed sizes
     and a little above them: the few tokens to which attention gives most weight often have unusual

@@ -107,7 +107,7 @@ class FusedRate(FusedPacker):
 
 
 def fused_rate(pipeline: RatePipeline, layout: KVLayout) -> StackPacker:
-    """Returns the fused packer of a pipeline; the pipeline itself if this host cannot fuse it.
+    """Return the fused packer of a pipeline; the pipeline itself if this host cannot fuse it.
 
     ``layout``: the layout of the whole model.
     """
@@ -128,7 +128,7 @@ def _padded_to(multiple: int, length: int) -> int:
 
 
 def _plausible(pipeline: Pipeline, layout: KVLayout, num_tokens: int = 70) -> KVRun:
-    """Returns a run, restored from a random payload, whose rows have sizes that kernels accept."""
+    """Return a run, restored from a random payload, whose rows have sizes that kernels accept."""
     payload = np.random.default_rng(0).integers(0, 256, pipeline.nbytes(num_tokens), np.uint8)
     payload[:4] = 0  # no row is stored unquantised
     payload[4 : 4 + pipeline.gain.nbytes(num_tokens)] &= 0x77  # and none has a large gain
@@ -140,7 +140,7 @@ def _plausible(pipeline: Pipeline, layout: KVLayout, num_tokens: int = 70) -> KV
 def _tables(
     pipeline: RatePipeline, kernels: ModuleType, room: tuple[int, int]
 ) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-    """Returns the tables for restoring and those for packing, in the order in which kernels read.
+    """Return the tables for restoring and those for packing, in the order in which kernels read.
 
     ``runs``: int64 (units, MAX_BITS + 1): the number of components that have each number of bits.
     ``levels``: uint8 (units, components, magnitudes). ``matrix``: the basis that restores rows, in
@@ -168,7 +168,7 @@ def _tables(
 
 
 def _groups(rows: np.ndarray, size: int) -> np.ndarray:
-    """Joins ``size`` rows into one of 32 bits a column: uint32 (units, rows / size, columns)."""
+    """Join ``size`` rows into one of 32 bits a column: uint32 (units, rows / size, columns)."""
     units, count, columns = rows.shape
     kind = np.int8 if size == 4 else np.int16
     together = rows.reshape(units, count // size, size, columns).swapaxes(2, 3)

@@ -63,14 +63,14 @@ class SizeCounts:
         self._counts = np.zeros((len(bits), MAX_BITS + 1, NUM_BINS), np.int64)
 
     def add(self, components: np.ndarray) -> None:
-        """Counts ``components``, fp32 (units, tokens, components)."""
+        """Count ``components``, fp32 (units, tokens, components)."""
         bins = np.minimum(np.abs(components) * (NUM_BINS / FURTHEST), NUM_BINS - 1).astype(np.int64)
         bins += (self._bits * NUM_BINS)[:, None]
         for counts, seen in zip(self._counts, bins, strict=True):
             counts += np.bincount(seen.reshape(-1), minlength=counts.size).reshape(counts.shape)
 
     def levels(self) -> np.ndarray:
-        """Returns the fitted levels, fp64 (units, MAX_BITS + 1, NUM_MAGNITUDES), ascending.
+        """Return the fitted levels, fp64 (units, MAX_BITS + 1, NUM_MAGNITUDES), ascending.
 
         Unused places at the end are zero. Where too few values were counted, the levels are those
         for normal values.
@@ -85,7 +85,7 @@ class SizeCounts:
 
 
 def gauss_levels(num_units: int) -> np.ndarray:
-    """Returns the levels for normal values, in the shape of ``SizeCounts.levels``."""
+    """Return the levels for normal values, in the shape of ``SizeCounts.levels``."""
     levels = np.zeros((num_units, MAX_BITS + 1, NUM_MAGNITUDES))
     for bits in range(1, MAX_BITS + 1):
         levels[:, bits, : 1 << (bits - 1)] = gauss_table(1 << bits).level_array
@@ -109,7 +109,7 @@ def integers_of(
     bits: np.ndarray,
     levels: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """Returns the arrays of ``IntegerKlt`` and ``IntegerLevels``, components with most bits first.
+    """Return the arrays of ``IntegerKlt`` and ``IntegerLevels``, components with most bits first.
 
     ``encode``, ``decode``: fp32 (units, components, width). Products of a row with ``encode`` are
     its components; the sum of components times rows of ``decode`` restores it. ``deviations``: fp32
@@ -165,7 +165,7 @@ def _unit(
 
 
 def _scale(most: float) -> float:
-    """Returns the scale of sums, a power of two: multiplying by it never rounds."""
+    """Return the scale of sums, a power of two: multiplying by it never rounds."""
     return float(2.0 ** np.ceil(np.log2(most / LARGEST**2)))
 
 
@@ -215,7 +215,7 @@ class RateIntegers:
         return sizes
 
     def _ranges(self) -> dict[str, bool]:
-        """Returns, for each array, whether its values can have been learned."""
+        """Return, for each array, whether its values can have been learned."""
         norms = np.einsum("ucw,ucw->uc", self.encode, self.encode, dtype=np.float64)
         return {
             "encode": bool(norms.max() <= LARGEST_INPUT**2),
@@ -230,7 +230,7 @@ class RateIntegers:
         }
 
     def _bounds_end(self) -> bool:
-        """Returns whether bounds ascend, and end with ``NEVER``.
+        """Return whether bounds ascend, and end with ``NEVER``.
 
         Otherwise a code could have more bits than its component.
         """

@@ -25,7 +25,7 @@ COUNT_BYTES = 4  # the size of a count of kept rows
 
 
 def rate_pipelines(codec: Codec, layout: KVLayout) -> tuple[RatePipeline, ...]:
-    """Returns the pipeline of each stack of ``layout``; none unless ``codec`` has a fixed rate.
+    """Return the pipeline of each stack of ``layout``; none unless ``codec`` has a fixed rate.
 
     Raises:
         UnknownCodec: the codec cannot encode this layout.
@@ -76,7 +76,7 @@ class RatePayload:
     nbytes: int
 
     def join(self, plain: np.ndarray, kept: Sequence[Kept]) -> bytes:
-        """Returns the payload of a plain one, uint8 (nbytes,), and the kept rows of each stack."""
+        """Return the payload of a plain one, uint8 (nbytes,), and the kept rows of each stack."""
         parts: list[bytes | memoryview] = [plain[: self._sinks_end].data]
         for place, some in zip(self.stacks, kept, strict=True):
             numbers = some.numbers.astype("<u4").tobytes()
@@ -85,7 +85,7 @@ class RatePayload:
         return b"".join(parts)
 
     def split(self, payload: memoryview, plain: np.ndarray) -> list[Kept]:
-        """Splits a payload: fills ``plain``, uint8 (nbytes,), and returns each stack's kept rows.
+        """Split a payload: fill ``plain``, uint8 (nbytes,), and return each stack's kept rows.
 
         Raises:
             Corrupt: the payload is too short or too long, or its kept rows are out of order.
@@ -109,7 +109,7 @@ class RatePayload:
 def plan_rates(
     pipelines: Sequence[RatePipeline], layout: KVLayout, num_tokens: int, first_token: int
 ) -> RatePayload:
-    """Returns the plan of a payload of ``num_tokens`` tokens, from ``first_token`` on."""
+    """Return the plan of a payload of ``num_tokens`` tokens, from ``first_token`` on."""
     sinks = num_sinks(num_tokens, first_token)
     sinks_at, at = [], 0
     for layer in layout.layers:

@@ -41,7 +41,7 @@ class Samples:
     def stack(
         self, shape: StackShape, text: KVRun, first: int = NUM_SINKS, last: int | None = None
     ) -> np.ndarray:
-        """Returns fp32 (units, tokens, width) of tokens of one text, keys without RoPE.
+        """Return fp32 (units, tokens, width) of tokens of one text, keys without RoPE.
 
         The tokens are those after the text's sinks, or ``first`` to ``last``.
         """
@@ -51,7 +51,7 @@ class Samples:
         return turned
 
     def stacks(self, shape: StackShape) -> Iterator[np.ndarray]:
-        """Yields ``stack`` of all texts, ``PIECE_TOKENS`` at a time."""
+        """Yield ``stack`` of all texts, ``PIECE_TOKENS`` at a time."""
         for text in self.texts:
             for first in range(NUM_SINKS, text[0][0].shape[1], PIECE_TOKENS):
                 yield self.stack(shape, text, first, first + PIECE_TOKENS)
@@ -66,7 +66,7 @@ class Samples:
         return "bfloat16" if self.layout.dtype == "float32" and is_stored else self.layout.dtype
 
     def roots(self, shape: StackShape) -> np.ndarray:
-        """Returns the roots of the metrics for ``HeadMetric``.
+        """Return the roots of the metrics for ``HeadMetric``.
 
         They are fp32 (units, sum of squared dims).
         """
@@ -74,12 +74,12 @@ class Samples:
         return np.stack([np.concatenate(unit) for unit in roots])
 
     def importances(self, shape: StackShape) -> np.ndarray:
-        """Returns how much an error in each head vector matters, fp64 (units, vectors)."""
+        """Return how much an error in each head vector matters, fp64 (units, vectors)."""
         metrics = [self._metrics_of(unit) for unit in shape.units]
         return np.array([[np.trace(x) / len(x) for x in unit] for unit in metrics])
 
     def _metrics_of(self, unit: Unit) -> list[np.ndarray]:
-        """Returns one metric for each head vector; all metrics together have a mean of one."""
+        """Return one metric for each head vector; all metrics together have a mean of one."""
         if self.metrics is None:
             return [np.eye(vector.dim) for vector in unit]
         numbers = [self._first_heads[vector.array] + vector.head for vector in unit]
@@ -98,7 +98,7 @@ class Samples:
 
 
 def _root(metric: np.ndarray) -> np.ndarray:
-    """Returns the root of a metric, fp32 (dim, dim).
+    """Return the root of a metric, fp32 (dim, dim).
 
     Directions of hardly any sensitivity keep some weight, because samples are few.
     """
@@ -110,7 +110,7 @@ def _root(metric: np.ndarray) -> np.ndarray:
 
 
 def element_means(samples: Samples) -> np.ndarray:
-    """Returns the mean of each element of a token, fp32 (elements,), keys without RoPE."""
+    """Return the mean of each element of a token, fp32 (elements,), keys without RoPE."""
     total = np.zeros(samples.layout.elements_per_token)
     for shape in stack_shapes(Scope("side"), samples.layout):
         for stack in samples.stacks(shape):
@@ -124,7 +124,7 @@ def unit_rows(
     means: np.ndarray,
     sizes: Sizes,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields all rows, piece by piece, without mean and of unit size, with their ``sizes``.
+    """Yield all rows, piece by piece, without mean and of unit size, with their ``sizes``.
 
     Rows are fp32 (units, tokens, width), gains fp32 (units, tokens, gain groups). ``means``: fp32
     (elements of a token,).
@@ -139,7 +139,7 @@ def unit_rows(
 
 
 def principal_axes(rows: Iterator[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Learns the principal axes of stacks, fp32 (units, tokens, width), text by text.
+    """Learn the principal axes of stacks, fp32 (units, tokens, width), text by text.
 
     Returns deviations (units, width), largest first, and their axes as columns (units, width,
     width), fp32. Raises ``ValueError`` if there is no text.

@@ -55,7 +55,7 @@ class Sensitivities:
         self._num_rows = [0] * len(layout.layers)
 
     def add(self, layer: int, rows: KVPair, gradients: KVPair) -> None:
-        """Adds the gradients of a layer by the first rows of a text.
+        """Add the gradients of a layer by the first rows of a text.
 
         ``rows``: K and V of a whole text, as an engine holds them. ``gradients``: fp32 (draws, KV
         heads, tokens, dim) by the K and V of its first tokens, as they are stored.
@@ -76,14 +76,14 @@ class Sensitivities:
         self._num_rows[layer] += num_draws * max(0, seen - NUM_SINKS)
 
     def _add(self, layer: int, shape: StackShape, relative: np.ndarray) -> None:
-        """Adds gradients by relative errors, fp32 (units, tokens, width)."""
+        """Add gradients by relative errors, fp32 (units, tokens, width)."""
         for number, unit in enumerate(shape.units):
             for start, vector in zip(shape.starts, unit, strict=True):
                 columns = relative[number, :, start : start + vector.dim]
                 self._sums[layer][vector.side][vector.head] += columns.T @ columns
 
     def metrics(self) -> list[np.ndarray] | None:
-        """Returns the metrics of ``Samples.metrics``; None if a layer has no gradients yet."""
+        """Return the metrics of ``Samples.metrics``; None if a layer has no gradients yet."""
         if not all(self._num_rows):
             return None
         return [
@@ -97,7 +97,7 @@ class Sensitivities:
 def _sizes(
     samples: Samples, shape: StackShape, means: np.ndarray, first: int, last: int
 ) -> np.ndarray:
-    """Returns the sizes to which errors are relative, fp32 (units, tokens, 1)."""
+    """Return the sizes to which errors are relative, fp32 (units, tokens, 1)."""
     (text,) = samples.texts
     rows, _ = ModelMean(shape, means).forward(samples.stack(shape, text, first, last), 0)
     return np.maximum(root_mean_squares(rows, shape), SMALLEST_GAIN)

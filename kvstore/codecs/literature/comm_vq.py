@@ -121,7 +121,7 @@ class AdditiveVectors:
 
 
 def learn_vectors(rows: np.ndarray, dim: int, num_stages: int, rounds: int) -> np.ndarray:
-    """Learns the codebooks of one unit, fp32 (groups, stages, 256, dim).
+    """Learn the codebooks of one unit, fp32 (groups, stages, 256, dim).
 
     ``rows``: fp32 (tokens, width).
     """

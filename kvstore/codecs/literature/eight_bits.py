@@ -43,12 +43,12 @@ SMALLEST_BLOCK_SCALE = np.float32(2.0**-24)
 
 
 def fp8() -> Codec:
-    """Makes the preset ``fp8``."""
+    """Make the preset ``fp8``."""
     return StackCodec("fp8.1", HeadPipelines(_scaled, _scaled), least_bits=(8, 8))
 
 
 def q8() -> Codec:
-    """Makes the preset ``q8``."""
+    """Make the preset ``q8``."""
     return StackCodec("q8.1", HeadPipelines(_blocks, _blocks), least_bits=(8, 8))
 
 

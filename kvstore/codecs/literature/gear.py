@@ -31,7 +31,7 @@ FEW = 8  # outliers of a row or a channel: to look for each is faster than to so
 
 
 def gear(bits: int = 2, rank: int = 4, outliers: float = 2.0, group: int = GROUP) -> Codec:
-    """Makes the preset ``gear``; ``outliers``: percent of all values."""
+    """Make the preset ``gear``; ``outliers``: percent of all values."""
     keys, values = (
         functools.partial(
             _corrected, bits=bits, rank=rank, outliers=outliers, group=group, along=along
@@ -111,7 +111,7 @@ class CorrectedGroups:
         return sizes[0], sizes[1], sizes[2]
 
     def _places(self, stack: np.ndarray) -> np.ndarray:
-        """Returns the positions of outliers along the axis, int64, ascending."""
+        """Return the positions of outliers along the axis, int64, ascending."""
         away = np.abs(stack - stack.mean(axis=self._axis, keepdims=True))
         count = self._places_shape(stack.shape[1])[self._axis]
         if count > FEW:
@@ -126,7 +126,7 @@ class CorrectedGroups:
         return places
 
     def _filled(self, stack: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Returns the stack with outliers replaced by the mean of all others along the axis."""
+        """Return the stack with outliers replaced by the mean of all others along the axis."""
         count, length = places.shape[self._axis], stack.shape[self._axis]
         filled = stack.copy()
         np.put_along_axis(filled, places, 0, self._axis)
@@ -136,7 +136,7 @@ class CorrectedGroups:
 
 
 def _low_rank(matrices: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns fp16 factors of the best approximations of that rank."""
+    """Return fp16 factors of the best approximations of that rank."""
     left, sizes, right = np.linalg.svd(matrices, full_matrices=False)
     roots = np.sqrt(sizes[:, :rank])
     return limited_to_fp16(left[:, :, :rank] * roots[:, None]), limited_to_fp16(

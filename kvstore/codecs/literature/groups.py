@@ -52,14 +52,14 @@ Axis: TypeAlias = Literal["tokens", "width"]
 
 
 def kivi(bits: int = 2, group: int = GROUP) -> Codec:
-    """Makes the preset ``kivi``."""
+    """Make the preset ``kivi``."""
     keys = functools.partial(grouped, bits=bits, along="tokens", group=group)
     values = functools.partial(grouped, bits=bits, along="width", group=group)
     return StackCodec("kivi.1", HeadPipelines(keys, values), least_bits=(bits, bits))
 
 
 def grouped(shape: StackShape, bits: int, along: Axis, group: int = GROUP) -> Pipeline:
-    """Makes the pipeline of KIVI: groups of ``group`` values, codes of ``bits``."""
+    """Make the pipeline of KIVI: groups of ``group`` values, codes of ``bits``."""
     groups, coder = MinMaxGroups(shape, bits, group, along), planes_of(shape, bits)
     return Pipeline(shape, (), HalfRange(shape), (groups,), Rounded(bits), coder)
 
@@ -134,7 +134,7 @@ class MinMaxGroups:
         return self._shape.num_units, others, -(-length // self._group)
 
     def _groups(self, stack: np.ndarray) -> np.ndarray:
-        """Returns (units, others, groups, group); the last group repeats its last value."""
+        """Return (units, others, groups, group); the last group repeats its last value."""
         moved = stack.swapaxes(1, 2) if self._along == "tokens" else stack
         return in_blocks(moved, self._group)
 
@@ -146,7 +146,7 @@ class MinMaxGroups:
 
 
 def in_blocks(stack: np.ndarray, length: int) -> np.ndarray:
-    """Splits the last axis, (..., blocks, length); its last value is repeated to a whole block."""
+    """Split the last axis, (..., blocks, length); its last value is repeated to a whole block."""
     if padding := -stack.shape[2] % length:
         stack = np.pad(stack, ((0, 0), (0, 0), (0, padding)), mode="edge")
     return stack.reshape(*stack.shape[:2], -1, length)

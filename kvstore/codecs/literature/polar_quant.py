@@ -37,7 +37,7 @@ ROUNDS = 200
 
 
 def polar() -> Codec:
-    """Makes the preset ``polar``."""
+    """Make the preset ``polar``."""
     return StackCodec("polar.1", HeadPipelines(_polar, _polar), least_bits=(3, 3))
 
 
@@ -92,7 +92,7 @@ def _angle_codes(angles: np.ndarray, level: int) -> np.ndarray:
 
 @functools.cache
 def angle_levels(level: int) -> np.ndarray:
-    """Returns Lloyd's levels for the angles of normal values, fp32 (2 ** bits,)."""
+    """Return Lloyd's levels for the angles of normal values, fp32 (2 ** bits,)."""
     num_levels = 1 << LEVEL_BITS[level]
     if level == 0:
         circle = (np.arange(num_levels) + 0.5) * (2 * np.pi / num_levels)

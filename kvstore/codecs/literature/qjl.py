@@ -26,7 +26,7 @@ VALUE_BITS = 2
 
 
 def qjl(signs: int = 0) -> Codec:
-    """Makes the preset ``qjl`` with so many signs for each key; 0 = one for each value."""
+    """Make the preset ``qjl`` with so many signs for each key; 0 = one for each value."""
     keys = functools.partial(_sketched, num_signs=signs)
     values = functools.partial(grouped, bits=VALUE_BITS, along="width")
     least = signs / MOST_SKETCHED if signs else 1

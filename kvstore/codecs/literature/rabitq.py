@@ -51,7 +51,7 @@ SIZES = np.linspace(0.7, 1.45, 16, dtype=np.float32)  # of the grid that are tri
 
 
 def rabitq(bits: int = 1, clusters: int = 1, unbiased: int = 1) -> Codec:
-    """Makes the preset ``rabitq`` with centroids of the packed rows."""
+    """Make the preset ``rabitq`` with centroids of the packed rows."""
 
     def keys(shape: StackShape) -> Pipeline:
         return _grid(shape, (Clusters(shape, clusters),), bits, bool(unbiased))
@@ -140,7 +140,7 @@ class Clusters:
 
 
 def centroids_of(rows: np.ndarray, num_clusters: int) -> np.ndarray:
-    """Returns the centroids of the rows of each unit, fp16 (units, clusters, width).
+    """Return the centroids of the rows of each unit, fp16 (units, clusters, width).
 
     ``rows``: fp32 (units, tokens, width) within the range of fp16.
     """
@@ -179,21 +179,21 @@ class Grid:
         return (codes - self._middle) * self._spacing
 
     def _nearest(self, components: np.ndarray, size: np.float32) -> np.ndarray:
-        """Returns the codes in a grid of that size, fp32; the same shape."""
+        """Return the codes in a grid of that size, fp32; the same shape."""
         codes = components / (self._spacing * size)
         codes += self._middle
         np.rint(codes, out=codes)
         return np.clip(codes, 0, 2 * self._middle, out=codes)
 
     def _cosine(self, components: np.ndarray, codes: np.ndarray) -> np.ndarray:
-        """Returns cosines times the components' lengths, fp32 (units, tokens)."""
+        """Return cosines times the components' lengths, fp32 (units, tokens)."""
         points = codes - self._middle
         along = np.einsum("utw,utw->ut", components, points)
         return along / np.sqrt(np.einsum("utw,utw->ut", points, points))
 
 
 def _unbiased(grid: Grid, components: np.ndarray, codes: np.ndarray) -> np.ndarray:
-    """Returns the factors that make products unbiased, fp32 (units, tokens, 1)."""
+    """Return the factors that make products unbiased, fp32 (units, tokens, 1)."""
     along = np.einsum("utw,utw->ut", components, grid.restore(codes))
     return gain_factors(np.einsum("utw,utw->ut", components, components), along)
 

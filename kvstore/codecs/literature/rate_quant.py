@@ -74,7 +74,7 @@ RATEQUANT = RateQuant()
 
 
 def _importances(samples: Samples, shape: StackShape) -> np.ndarray:
-    """Returns how much a squared error in each unit matters, fp64 (units,)."""
+    """Return how much a squared error in each unit matters, fp64 (units,)."""
     if samples.metrics is not None:
         return samples.importances(shape)[:, 0]
     energies = [np.mean(samples.stack(shape, x) ** 2, axis=(1, 2)) for x in samples.texts]

@@ -64,12 +64,12 @@ POWERS = np.uint64(BASE) ** np.arange(PART_DIGITS + 1, dtype=np.uint64)
 
 
 def manthan() -> Codec:
-    """Makes the preset ``manthan``."""
+    """Make the preset ``manthan``."""
     return RowCodec("manthan.1", PlainRows())
 
 
 def playground(key_bits: int = 3, value_bits: int = 2, group: int = GROUP) -> Codec:
-    """Makes the preset ``playground``."""
+    """Make the preset ``playground``."""
     keys = functools.partial(rotated_levels, num_bits=key_bits)
     values = functools.partial(grouped, bits=value_bits, along="width", group=group)
     least = (key_bits, value_bits)
@@ -77,13 +77,13 @@ def playground(key_bits: int = 3, value_bits: int = 2, group: int = GROUP) -> Co
 
 
 def base11() -> Codec:
-    """Makes the preset ``base11``."""
+    """Make the preset ``base11``."""
     pipelines = HeadPipelines(_eleven_levels, _eleven_levels)
     return StackCodec("base11.1", pipelines, least_bits=(BITS, BITS))
 
 
 def rvq(bits: int = 1) -> Codec:
-    """Makes the preset ``rvq`` with ``bits`` for each of its two stages."""
+    """Make the preset ``rvq`` with ``bits`` for each of its two stages."""
     rows = functools.partial(_two_stages, bits=bits)
     return StackCodec("rvq.1", HeadPipelines(rows, rows), least_bits=(2 * bits, 2 * bits))
 
@@ -120,7 +120,7 @@ class Digits:
         return packed.tobytes()
 
     def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
-        """Reads codes; bytes that were never written become digits, too."""
+        """Read codes; bytes that were never written become digits, too."""
         units, width = self._shape.num_units, self._shape.width
         packed = reader.take("u1", units * num_tokens, self.nbytes_of_row)
         codes = np.empty((len(packed), width), np.uint8)
@@ -135,7 +135,7 @@ class Digits:
         return self.nbytes(num_tokens)
 
     def _slices(self) -> Iterator[tuple[slice, slice]]:
-        """Yields the columns and the bytes of every group."""
+        """Yield the columns and the bytes of every group."""
         column, first = 0, 0
         for count in self._counts:
             nbytes = _bytes_for(count)
@@ -144,7 +144,7 @@ class Digits:
 
 
 def digits_to_bytes(digits: np.ndarray) -> np.ndarray:
-    """Returns uint8 (rows, GROUP_BYTES): multiplies and adds, in limbs of 32 bits, lowest first."""
+    """Return uint8 (rows, GROUP_BYTES): multiply and add, in limbs of 32 bits, lowest first."""
     limbs = np.zeros((GROUP_BYTES // 4, len(digits)), np.uint64)
     for first in reversed(range(0, digits.shape[1], PART_DIGITS)):
         part = digits[:, first : first + PART_DIGITS].astype(np.uint64)
@@ -157,7 +157,7 @@ def digits_to_bytes(digits: np.ndarray) -> np.ndarray:
 
 
 def digits_of_bytes(packed: np.ndarray, digits: np.ndarray) -> None:
-    """Fills ``digits``, uint8 (rows, digits): divides and keeps remainders."""
+    """Fill ``digits``, uint8 (rows, digits): divide and keep remainders."""
     whole = np.zeros((len(packed), GROUP_BYTES), np.uint8)
     whole[:, : packed.shape[1]] = packed
     limbs = whole.view("<u4").T.astype(np.uint64)
@@ -196,7 +196,7 @@ class Levels:
 
 
 def laplace_levels(num_levels: int) -> np.ndarray:
-    """Returns the best levels of a Laplacian variable of unit variance, fp64 (num_levels,).
+    """Return the best levels of a Laplacian variable of unit variance, fp64 (num_levels,).
 
     Sullivan (1996): beyond any bound, an exponential variable is distributed as from zero on, so
     the best levels above the first are those of one level less. ``num_levels`` is even.

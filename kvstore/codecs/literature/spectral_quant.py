@@ -90,7 +90,7 @@ class Klt(WithoutNote):
 
 
 def effective_dimensions(variances: np.ndarray) -> np.ndarray:
-    """Returns the number of equal components with the same spread, over the last axis, rounded up.
+    """Return the number of equal components with the same spread, over the last axis, rounded up.
 
     ``variances``: floats (..., components). Returns whole numbers in fp64 (...,).
     """

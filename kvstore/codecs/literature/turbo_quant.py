@@ -33,7 +33,7 @@ from kvstore.codecs.stacks.stack_shape import StackShape
 
 
 def turbo_quant(num_bits: int) -> Codec:
-    """Makes the preset ``tq1``, ``tq2``, ``tq5``, ... of 1 to 8 bits."""
+    """Make the preset ``tq1``, ``tq2``, ``tq5``, ... of 1 to 8 bits."""
     return RowCodec(f"tq{num_bits}.1", RotatedRows(num_bits))
 
 
@@ -41,7 +41,7 @@ tq1, tq2, tq5, tq6, tq7, tq8 = (functools.partial(turbo_quant, n) for n in (1, 2
 
 
 def tqprod(bits: int = 3) -> Codec:
-    """Makes the preset ``tqprod``; one of its bits is for the sketch."""
+    """Make the preset ``tqprod``; one of its bits is for the sketch."""
     rows = functools.partial(_levels_and_sketch, level_bits=bits - 1)
     return StackCodec("tqprod.1", HeadPipelines(rows, rows), least_bits=(bits, bits))
 

@@ -32,7 +32,7 @@ SMALLEST, LARGEST = np.float32(2.0**-10), np.float32(2.0**10)
 
 
 def vecinfer(bits: int = 2) -> Codec:
-    """Makes the preset ``vecinfer``."""
+    """Make the preset ``vecinfer``."""
     make = (functools.partial(x, dim=CODE_BITS // bits) for x in (_smoothed_vectors, _vectors))
     return StackCodec("vecinfer.1", HeadPipelines(*make), least_bits=(bits, bits))
 

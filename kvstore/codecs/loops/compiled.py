@@ -116,7 +116,7 @@ COMPILATIONS: Final = Compilations()
 
 @functools.cache
 def compiled_module(name: str) -> ModuleType | None:
-    """Imports a module that needs numba; returns None without it, and the log says so once.
+    """Import a module that needs numba; return None without it, and the log says so once.
 
     Importing numba takes most of a second: only a process that packs should pay for it.
     """
@@ -158,5 +158,5 @@ def proven(compiled: T | None, definition: T, agrees: Callable[[T], bool], calle
 
 
 def compiled_stages() -> ModuleType | None:
-    """Returns the inner loops of stages and of rotations, or None without numba."""
+    """Return the inner loops of stages and of rotations, or None without numba."""
     return compiled_module(LOOPS)

@@ -13,7 +13,7 @@ ROWS_AT_ONCE = 64
 
 
 def _quantise_levels(x, scales, kinds, bounds, counts, codes):
-    """Counts the bounds of its row's kind that lie below each value times its scale."""
+    """Count the bounds of its row's kind that lie below each value times its scale."""
     scaled = np.empty(x.shape[1], np.float32)
     for row in range(x.shape[0]):
         kind = kinds[row]
@@ -27,7 +27,7 @@ def _quantise_levels(x, scales, kinds, bounds, counts, codes):
 
 
 def _restore_levels(codes, deviations, kinds, levels, counts, out):
-    """Fills ``out`` with levels times deviations. Codes beyond the last level count as the last."""
+    """Fill ``out`` with levels times deviations. Codes beyond the last level count as the last."""
     table = np.empty(levels.shape[1], np.float32)
     for row in range(codes.shape[0]):
         kind = kinds[row]
@@ -39,7 +39,7 @@ def _restore_levels(codes, deviations, kinds, levels, counts, out):
 
 
 def add_and_subtract(rows, distances):
-    """Replaces pairs of elements by sum and difference, for each distance; fp32 (rows, dim)."""
+    """Replace pairs of elements by sum and difference, for each distance; fp32 (rows, dim)."""
     for row in range(rows.shape[0]):
         for at in range(len(distances)):
             distance = distances[at]
@@ -51,7 +51,7 @@ def add_and_subtract(rows, distances):
 
 
 def _pack_planes(words, bits, packed):
-    """Packs eight codes, the bytes of a uint64, into one byte of each plane.
+    """Pack eight codes, the bytes of a uint64, into one byte of each plane.
 
     ``words``: uint64 (rows, words), the first token in the lowest byte. ``packed``: uint8 (planes,
     words). The product moves the lowest bit of byte k to bit 56 + k.
@@ -67,7 +67,7 @@ def _pack_planes(words, bits, packed):
 
 
 def _unpack_planes(packed, bits, spread, words):
-    """Undoes ``_pack_planes``; ``words`` must be zeros.
+    """Undo ``_pack_planes``; ``words`` must be zeros.
 
     ``spread``: the bits of every byte as eight bytes, uint64 (256,).
     """
@@ -80,7 +80,7 @@ def _unpack_planes(packed, bits, spread, words):
 
 
 def _turn_keys(stack, units, start, cos, sin, direction, interleaved):
-    """Rotates the channels of some units by RoPE.
+    """Rotate the channels of some units by RoPE.
 
     ``stack``: fp32 (units, tokens, width), in place.
     """
@@ -98,7 +98,7 @@ def _turn_keys(stack, units, start, cos, sin, direction, interleaved):
 
 
 def _round_to_bf16(words, out):
-    """Rounds fp32 bit patterns, uint32 (n,), to those of bf16, uint16 (n,); a NaN stays a NaN."""
+    """Round fp32 bit patterns, uint32 (n,), to those of bf16, uint16 (n,); a NaN stays a NaN."""
     for i in range(len(words)):
         word = words[i]
         rounded = (
@@ -109,7 +109,7 @@ def _round_to_bf16(words, out):
 
 
 def _nearest_vectors(rows, vectors, halves, codes):
-    """Finds the nearest vector of each row: the first with the largest product less ``halves``.
+    """Find the nearest vector of each row: the first with the largest product less ``halves``.
 
     ``rows``: fp32 (tables, dim, rows). ``vectors``: fp32 (tables, vectors, dim); ``halves``: half
     their squared lengths. ``codes``: uint8 (tables, rows). Products are summed from the first

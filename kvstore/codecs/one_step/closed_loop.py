@@ -43,7 +43,7 @@ ROWS_AT_ONCE = 512
 
 
 def most_input(width: int) -> int:
-    """Returns the largest residual of a channel, a power of two.
+    """Return the largest residual of a channel, a power of two.
 
     The product of a row of such residuals and a row of ``encode`` (norm: ``encode_norm``) then fits
     32 bits.
@@ -52,7 +52,7 @@ def most_input(width: int) -> int:
 
 
 def encode_norm(width: int) -> float:
-    """Returns the Euclidean norm of the rows of ``encode``."""
+    """Return the Euclidean norm of the rows of ``encode``."""
     return float(min(0.98 * 2.0**31 / (most_input(width) * width**0.5), 32000.0) - width**0.5)
 
 
@@ -112,7 +112,7 @@ class ClosedLoop:
         self._counts = integers.counts.tolist()
 
     def quantise(self, stack: np.ndarray) -> np.ndarray:
-        """Returns codes (units, tokens, components) for rows of unit size."""
+        """Return codes (units, tokens, components) for rows of unit size."""
         codes = np.zeros((*stack.shape[:2], self.integers.classes.shape[1]), np.int32)
         past = np.zeros((stack.shape[1], 0), np.int8)
         for unit, rows in enumerate(stack):
@@ -121,7 +121,7 @@ class ClosedLoop:
         return codes
 
     def restore(self, codes: np.ndarray) -> np.ndarray:
-        """Returns rows of unit size, fp32 (units, tokens, width)."""
+        """Return rows of unit size, fp32 (units, tokens, width)."""
         i = self.integers
         restored = np.empty((*codes.shape[:2], i.own.shape[2]), np.float32)
         past = np.zeros((codes.shape[1], 0), np.int8)
@@ -132,12 +132,12 @@ class ClosedLoop:
         return restored
 
     def joined(self, past: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """Returns the last channels of ``past`` and ``known`` together, int8 (tokens, channels)."""
+        """Return the last channels of ``past`` and ``known`` together, int8 (tokens, channels)."""
         both = np.concatenate([past, known], axis=1)
         return both[:, max(both.shape[1] - self.integers.known.shape[1], 0) :]
 
     def follow(self, unit: int, rows: np.ndarray, past: np.ndarray) -> _Followed:
-        """Packs one unit.
+        """Pack one unit.
 
         ``rows``: fp32 (tokens, width), of unit size. ``past``: int8 (tokens, channels), the bytes
         of the units before.
@@ -148,7 +148,7 @@ class ClosedLoop:
         return _Followed(codes, sums, self._bytes(unit, sums))
 
     def _expected(self, unit: int, past: np.ndarray) -> np.ndarray:
-        """Returns the sums predicted from the units before, int64 (tokens, width)."""
+        """Return the sums predicted from the units before, int64 (tokens, width)."""
         i = self.integers
         sums = _product(past, i.known[unit, i.known.shape[1] - past.shape[1] :])
         return _wrapped(sums << i.up[unit])
@@ -168,7 +168,7 @@ class ClosedLoop:
         return codes
 
     def _restored(self, unit: int, expected: np.ndarray, codes: np.ndarray) -> np.ndarray:
-        """Returns a unit's sums, int64 (tokens, width)."""
+        """Return a unit's sums, int64 (tokens, width)."""
         i, (wide, others) = self.integers, self._counts[unit]
         levels, finer = self._levels(unit, codes), int(i.finer[unit])
         sums = (expected << finer) + ((1 << finer) >> 1)
@@ -177,12 +177,12 @@ class ClosedLoop:
         return _wrapped(sums + own)
 
     def _levels(self, unit: int, codes: np.ndarray) -> np.ndarray:
-        """Returns the levels of codes, int32 of their shape."""
+        """Return the levels of codes, int32 of their shape."""
         table = self.integers.levels[self.integers.classes[unit]]
         return levels_of(codes, table.astype(np.int32))
 
     def _bytes(self, unit: int, sums: np.ndarray) -> np.ndarray:
-        """Returns the bytes of a unit from which later ones are predicted, int8 (tokens, width)."""
+        """Return the bytes of a unit from which later ones are predicted, int8 (tokens, width)."""
         shift = self.integers.down[unit].astype(np.int64)
         rounded = _wrapped(sums + ((1 << shift) >> 1)) >> shift
         return np.clip(rounded, -BYTE, BYTE).astype(np.int8)
@@ -197,7 +197,7 @@ class _Followed(NamedTuple):
 
 
 def levels_of(codes: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Returns the levels of codes, int32 of their shape.
+    """Return the levels of codes, int32 of their shape.
 
     ``table``: int32 (..., NUM_LEVELS), of their classes.
     """
@@ -213,7 +213,7 @@ def _wrapped(sums: np.ndarray) -> np.ndarray:
 
 
 def _product(factors: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns exact products, int64, computed with floats because BLAS is fast for them."""
+    """Return exact products, int64, computed with floats because BLAS is fast for them."""
     small = rows.dtype == np.int8 and int(np.abs(factors).max(initial=0)) <= BYTE
     kind = np.float32 if small else np.float64
     sums = np.zeros((len(factors), rows.shape[1]), np.int64)

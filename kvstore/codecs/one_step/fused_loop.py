@@ -135,14 +135,14 @@ class FusedLoop(FusedPacker):
         )
 
     def _read(self, reader: Reader, num_tokens: int) -> tuple[np.ndarray, Coded, np.ndarray]:
-        """Returns gains, and what ``ClassCoder.read_coded`` returns."""
+        """Return gains, and what ``ClassCoder.read_coded`` returns."""
         gains = self.pipeline.gain.read(reader, num_tokens)
         return gains, *self.coder.read_coded(reader, num_tokens, self.outputs)
 
     def _put_rare(
         self, coded: Coded, rows: np.ndarray, tokens: np.ndarray, chosen: np.ndarray
     ) -> np.ndarray:
-        """Writes the levels of escaped symbols to ``rows``; returns what bytes cannot hold.
+        """Write the levels of escaped symbols to ``rows``; return what bytes cannot hold.
 
         Returns int32 (entries, 4): unit, token, number of the component, and excess, in order.
         """
@@ -160,7 +160,7 @@ class FusedLoop(FusedPacker):
 def fused_loop(
     pipeline: Pipeline, integers: LoopIntegers, profile: Profile, means: np.ndarray
 ) -> StackPacker:
-    """Returns the fused packer of a pipeline; the pipeline itself if this host cannot fuse it.
+    """Return the fused packer of a pipeline; the pipeline itself if this host cannot fuse it.
 
     ``means``: fp32 (elements of a token,).
     """
@@ -184,7 +184,7 @@ def fused_loop(
 def _joined(
     parts: Sequence[tuple[np.ndarray, Coded, np.ndarray]], num_tokens: int
 ) -> tuple[np.ndarray, Coded, np.ndarray]:
-    """Joins what payloads of whole vectors of tokens hold, as if it were one payload's."""
+    """Join what payloads of whole vectors of tokens hold, as if it were one payload's."""
     gains, coded, places = zip(*parts, strict=True)
     found = [np.divmod(x, num_tokens) for x in places]
     each = [rows * len(parts) + number for number, (rows, _) in enumerate(found)]
@@ -202,7 +202,7 @@ def _components(integers: LoopIntegers) -> np.ndarray:
 
 
 def _outputs(tables: SymbolTables, levels: np.ndarray, offset: int) -> np.ndarray:
-    """Returns what the decoder writes: levels of bytes, but symbols of wide classes."""
+    """Return what the decoder writes: levels of bytes, but symbols of wide classes."""
     codes = SYMBOLS.astype(np.int32) - tables.largest[:, None]
     found = levels_of(codes, levels[:, None].astype(np.int32))
     found[tables.escapes[:, None] <= SYMBOLS] = ESCAPED
@@ -219,7 +219,7 @@ def _tables(
     symbols: SymbolTables,
     means: np.ndarray,
 ) -> tuple[LoopTables, RestoringTables, PackingTables]:
-    """Returns the tables of a stack. ``means``: fp32 (elements of a token,)."""
+    """Return the tables of a stack. ``means``: fp32 (elements of a token,)."""
     i, columns = integers, kernels.COLUMNS
     width = -(-shape.width // columns) * columns
     constants, encode = _coding(i, symbols, kernels)
@@ -248,7 +248,7 @@ def _tables(
 
 
 def _read_only(rows: np.ndarray) -> np.ndarray:
-    """Returns a read-only view of ``rows``: kernels are compiled for arrays of a profile's file."""
+    """Return a read-only view of ``rows``: kernels are compiled for arrays of a profile's file."""
     found = np.ascontiguousarray(rows).view()
     found.flags.writeable = False
     return found
@@ -257,7 +257,7 @@ def _read_only(rows: np.ndarray) -> np.ndarray:
 def _coding(
     integers: LoopIntegers, symbols: SymbolTables, kernels: ModuleType
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns constants and panels of the components, at the places that kernels give them."""
+    """Return constants and panels of the components, at the places that kernels give them."""
     counts, lanes = integers.counts, kernels.LANES
     apart = -(-counts[:, 0] // lanes) * lanes
     room = -(-int((apart + counts[:, 1]).max() + lanes) // kernels.COLUMNS) * kernels.COLUMNS
@@ -276,7 +276,7 @@ def _coding(
 
 
 def _panels(rows: np.ndarray, size: int, columns: int) -> np.ndarray:
-    """Joins ``size`` consecutive rows into one, 32 bits a column, with columns padded to panels.
+    """Join ``size`` consecutive rows into one, 32 bits a column, with columns padded to panels.
 
     ``rows``: (units, rows, columns). Returns uint32 (units, panels, groups, columns).
     """

@@ -53,7 +53,7 @@ LIKELY = 50  # codes whose centroid is taken to be the middle of their cell
 
 
 def least_unit(width: int) -> float:
-    """Returns the least unit in which rows of unit size still fit 32 bits, a power of two."""
+    """Return the least unit in which rows of unit size still fit 32 bits, a power of two."""
     return float(2.0 ** np.ceil(np.log2(4 * width**0.5 / ROOM)))
 
 
@@ -64,7 +64,7 @@ class Centroids:
         self._totals, self._counts = np.zeros((2, NUM_CLASSES * NUM_LEVELS))
 
     def add(self, components: np.ndarray, classes: np.ndarray) -> None:
-        """Adds ``components``, fp32 (tokens, components), in steps. ``classes``: (components,)."""
+        """Add ``components``, fp32 (tokens, components), in steps. ``classes``: (components,)."""
         sizes = np.floor(np.abs(components) + ROUNDING)
         beyond = np.abs(components) - sizes
         keys = classes * NUM_LEVELS + np.minimum(sizes, NUM_LEVELS - 1).astype(np.int64)
@@ -72,7 +72,7 @@ class Centroids:
         self._counts += np.bincount(keys.reshape(-1), minlength=len(self._counts))
 
     def levels(self) -> np.ndarray:
-        """Returns the array for ``LoopIntegers.levels``: int16 (classes, NUM_LEVELS)."""
+        """Return the array for ``LoopIntegers.levels``: int16 (classes, NUM_LEVELS)."""
         ratios = ratio_of(np.arange(NUM_CLASSES))
         per_step = np.clip(LARGEST_LEVEL // (REACH_WIDE * ratios), 1, FINEST_WIDE)
         per_step[:FIRST_WIDE] = FINEST
@@ -125,7 +125,7 @@ class StackLearner:
         self.centroids: Centroids | None = None
 
     def codes(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields codes and their classes, unit by unit and piece by piece.
+        """Yield codes and their classes, unit by unit and piece by piece.
 
         Codes are int32 (components, tokens), classes int64 (components,).
         """
@@ -148,21 +148,21 @@ class StackLearner:
             past, units = after, loop.joined(units[None], values[None])[0]
 
     def _pieces_of(self, own: StackShape, past: Sequence[np.ndarray]) -> _Pieces:
-        """Returns the sampled rows of one unit, to go over several times."""
+        """Return the sampled rows of one unit, to go over several times."""
         if self._samples.num_tokens // self._stride * own.width > KEPT_VALUES:
             return functools.partial(self._pieces, own, past)
         kept = list(self._pieces(own, past))
         return lambda: kept
 
     def _pieces(self, own: StackShape, past: Sequence[np.ndarray]) -> Iterator[_Piece]:
-        """Yields the sampled rows of one unit. ``past``: the bytes for each piece, or empty."""
+        """Yield the sampled rows of one unit. ``past``: the bytes for each piece, or empty."""
         for number, parts in enumerate(self._parts(own)):
             rows, gains = (np.concatenate(x) for x in zip(*parts, strict=True))
             before = past[number] if past else np.zeros((len(rows), 0), np.int8)
             yield _Piece(rows, gains, before)
 
     def _parts(self, own: StackShape) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
-        """Yields sampled rows and the gains of all rows, as many as make a piece."""
+        """Yield sampled rows and the gains of all rows, as many as make a piece."""
         parts, num_tokens = list[tuple[np.ndarray, np.ndarray]](), 0
         for stack, gains in unit_rows(self._samples, own, self._means, self._sizes):
             rows = stack[0, :: self._stride].copy()
@@ -217,7 +217,7 @@ class StackLearner:
         return stacked(self._units)
 
     def gains(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the centres of gains, int16, and their classes, uint8: both (units, groups)."""
+        """Return the centres of gains, int16, and their classes, uint8: both (units, groups)."""
         centres = [np.rint(x.mean(axis=0)) for x in self._gain_steps]
         pairs = zip(self._gain_steps, centres, strict=True)
         deviations = np.stack([(x - centre).std(axis=0) for x, centre in pairs])
@@ -225,7 +225,7 @@ class StackLearner:
         return np.stack(centres).astype(np.int16), classes.astype(np.uint8)
 
     def gain_codes(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields, unit by unit, the codes of its gains and their classes."""
+        """Yield, unit by unit, the codes of its gains and their classes."""
         for steps, centre, classes in zip(self._gain_steps, *self.gains(), strict=True):
             yield (steps - centre).T, classes.astype(np.int64)
 
@@ -238,7 +238,7 @@ def integers_of(
     classes: np.ndarray,
     sizes: tuple[np.ndarray, np.ndarray],
 ) -> LoopIntegers:
-    """Returns the integers of one unit.
+    """Return the integers of one unit.
 
     ``weights``: (known, width), of bytes. ``axes``: (components, width) each: rows that give
     components of residuals, in steps, and the change of a row by one step. ``classes``: falling.
@@ -274,14 +274,14 @@ def integers_of(
 
 
 def stacked(units: list[LoopIntegers]) -> LoopIntegers:
-    """Joins the integers of units; arrays with fewer rows are padded with zeros."""
+    """Join the integers of units; arrays with fewer rows are padded with zeros."""
     names = [x.name for x in fields(LoopIntegers) if x.name != "levels"]
     stacks = {name: _stacked([getattr(x, name) for x in units]) for name in names}
     return LoopIntegers(**stacks, levels=units[0].levels)
 
 
 def _regression(width: int, pieces: _Pieces, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the weights with which known bytes predict rows, and the deviations of rows.
+    """Return the weights with which known bytes predict rows, and the deviations of rows.
 
     They are fp32 (known, width) and (width,). ``units``: of the bytes.
     """
@@ -306,7 +306,7 @@ def _regression(width: int, pieces: _Pieces, units: np.ndarray) -> tuple[np.ndar
 
 
 def _bits(sizes: np.ndarray) -> np.ndarray:
-    """Returns the bits by which numbers must be shifted to become at most one."""
+    """Return the bits by which numbers must be shifted to become at most one."""
     return np.clip(np.ceil(np.log2(np.maximum(sizes, 1))), 0, MOST_BITS)
 
 
@@ -315,7 +315,7 @@ def _rounded(values: np.ndarray, limit: int) -> np.ndarray:
 
 
 def _stacked(parts: list[np.ndarray]) -> np.ndarray:
-    """Joins arrays along the first axis; the second one is padded with zeros."""
+    """Join arrays along the first axis; the second one is padded with zeros."""
     if parts[0].ndim == 1:
         return np.concatenate(parts)
     most = max(x.shape[1] for x in parts)

@@ -151,13 +151,13 @@ def _learned_tables(
 
 
 def _tables(learned: Mapping[str, np.ndarray], prefix: str) -> SymbolTables:
-    """Returns copies of tables: kernels refuse read-only arrays, such as those of a file."""
+    """Return copies of tables: kernels refuse read-only arrays, such as those of a file."""
     frequencies = np.array(learned[f"{prefix}frequencies"], np.uint16)
     return SymbolTables(frequencies, np.array(learned[f"{prefix}largest"]))
 
 
 def checked_integers(shape: StackShape, arrays: Mapping[str, np.ndarray]) -> LoopIntegers:
-    """Returns the integers of one stack.
+    """Return the integers of one stack.
 
     ``arrays``: those of ``ARRAYS`` and the levels. Raises ``ValueError`` for arrays that cannot
     have been learned.
@@ -207,7 +207,7 @@ def _ranges(shape: StackShape, arrays: Mapping[str, np.ndarray]) -> Mapping[str,
 
 
 def _are_levels(levels: np.ndarray) -> bool:
-    """Returns whether levels grow with codes, and whether bytes hold those of narrow classes."""
+    """Return whether levels grow with codes, and whether bytes hold those of narrow classes."""
     per_step, added = levels[:, :1], levels[:, 1:]
     firsts = added + per_step * np.arange(1, NUM_LEVELS)
     largest = MOST_NARROW * per_step + np.maximum(added, 0).max(axis=1, keepdims=True)

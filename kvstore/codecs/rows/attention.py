@@ -46,7 +46,7 @@ class RowAttention(Protocol):
     def scores(
         self, query: np.ndarray, codes: np.ndarray, scales: np.ndarray, out: np.ndarray
     ) -> None:
-        """Writes the product of every query with every row of its head to ``out``.
+        """Write the product of every query with every row of its head to ``out``.
 
         ``query``: fp32 (heads, queries, dim). ``codes``: uint8 (heads, tokens, row_nbytes), rows
         side by side. ``scales``: uint16 (heads, tokens). ``out``: fp32 (heads, queries, tokens).
@@ -56,7 +56,7 @@ class RowAttention(Protocol):
     def add_weighted(
         self, weights: np.ndarray, codes: np.ndarray, scales: np.ndarray, out: np.ndarray
     ) -> None:
-        """Adds weighted sums of the rows of each head to ``out``, fp32 (heads, queries, dim).
+        """Add weighted sums of the rows of each head to ``out``, fp32 (heads, queries, dim).
 
         ``weights``: fp32 (heads, queries, tokens); the other arguments are as for ``scores``.
         """
@@ -88,7 +88,7 @@ class ReferenceAttention:
         return rotation.rotate(signed).reshape(query.shape)
 
     def _levels(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        """Returns rows before their rotation, fp32 (heads, tokens, dim)."""
+        """Return rows before their rotation, fp32 (heads, tokens, dim)."""
         levels = self.rows.levels.astype(np.float32)
         flat = np.ascontiguousarray(codes).reshape(-1, codes.shape[2])
         numbers = from_planes(flat, self.rows.num_bits)
@@ -102,14 +102,14 @@ class ReferenceAttention:
 
 @functools.cache
 def row_attention(rows: RotatedRows, dim: int) -> RowAttention:
-    """Returns compiled code if it agrees with numpy on this host, else numpy."""
+    """Return compiled code if it agrees with numpy on this host, else numpy."""
     reference, kernels = ReferenceAttention(rows, dim), compiled_module(KERNELS)
     kernel: RowAttention | None = kernels.attention_of(rows, dim) if kernels else None
     return proven(kernel, reference, lambda x: _agree(x, reference), f"scores of {reference}")
 
 
 def _agree(kernel: RowAttention, reference: ReferenceAttention) -> bool:
-    """Returns whether both give the same values for a few rows, one of which is not packed."""
+    """Return whether both give the same values for a few rows, one of which is not packed."""
     dim = reference.dim
     codes, scales = _some_packed(reference.rows, SOME_TOKENS, dim)
     for num_queries in (1, 4):
@@ -153,7 +153,7 @@ class SessionAttention(Protocol):
     def attend(
         self, query: np.ndarray, keys: SessionRows, values: SessionRows, out: np.ndarray
     ) -> None:
-        """Writes attention to ``out``, fp32 (heads, queries, value_dim), contiguous.
+        """Write attention to ``out``, fp32 (heads, queries, value_dim), contiguous.
 
         ``query``: fp32 (heads, queries, key_dim), contiguous: the queries that share a KV head.
         """
@@ -192,7 +192,7 @@ class ReferenceSessionAttention:
 
 @functools.cache
 def session_attention(shapes: RowShapes) -> SessionAttention:
-    """Returns compiled code if it agrees with numpy on this host, else numpy."""
+    """Return compiled code if it agrees with numpy on this host, else numpy."""
     reference, kernels = ReferenceSessionAttention(shapes), compiled_module(SESSION_KERNELS)
     kernel: SessionAttention | None = kernels.attention_of(shapes) if kernels else None
     agrees = functools.partial(_attend_alike, reference)
@@ -200,7 +200,7 @@ def session_attention(shapes: RowShapes) -> SessionAttention:
 
 
 def _attend_alike(reference: ReferenceSessionAttention, kernel: SessionAttention) -> bool:
-    """Returns whether both give the same values for a few rows, one of which is not packed."""
+    """Return whether both give the same values for a few rows, one of which is not packed."""
     shapes = reference.shapes
     keys, values = (_some_rows(shapes, dim) for dim in (shapes.key_dim, shapes.value_dim))
     query = _wave(2, shapes.num_queries, shapes.key_dim)

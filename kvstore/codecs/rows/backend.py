@@ -27,7 +27,7 @@ class ArrayKernel(Protocol):
     """Packs all K and V of one dimension; one per row format, dimension and dtype."""
 
     def pack(self, sources: Sequence[np.ndarray], payload: np.ndarray, group: SlotGroup) -> None:
-        """Writes packed rows and scales of ``sources`` into the slots of ``group`` in ``payload``.
+        """Write packed rows and scales of ``sources`` into the slots of ``group`` in ``payload``.
 
         Each source is (num_heads, num_tokens, dim) in the engine's dtype, with any strides between
         heads and tokens; its rows are contiguous. ``payload``: uint8 (nbytes,).
@@ -36,7 +36,7 @@ class ArrayKernel(Protocol):
     def unpack(
         self, payloads: Sequence[np.ndarray], group: SlotGroup, outs: Sequence[np.ndarray]
     ) -> None:
-        """Fills ``outs``, arrays of the form that ``pack`` takes, from the slots of ``group``.
+        """Fill ``outs``, arrays of the form that ``pack`` takes, from the slots of ``group``.
 
         ``payloads``: uint8 (nbytes,) each; their tokens follow one another. Rows whose scale is
         zero become finite values without meaning.
@@ -87,13 +87,13 @@ def _blocks(num_rows: int) -> Iterator[slice]:
 
 @functools.cache
 def reference_kernel(rows: RowFormat, dim: int, dtype: DType) -> ArrayKernel:
-    """Returns the numpy implementation, which is the definition."""
+    """Return the numpy implementation, which is the definition."""
     return ReferenceKernel(rows, dtype)
 
 
 @functools.cache
 def best_kernel(rows: RowFormat, dim: int, dtype: DType) -> ArrayKernel:
-    """Returns a compiled kernel if it agrees with numpy on this host, else numpy.
+    """Return a compiled kernel if it agrees with numpy on this host, else numpy.
 
     Compiles on the first call for a format, dimension and dtype; see ``presets.warm``.
     """
@@ -109,7 +109,7 @@ def best_kernel(rows: RowFormat, dim: int, dtype: DType) -> ArrayKernel:
 def agree(
     kernel: ArrayKernel, reference: ArrayKernel, rows: RowFormat, dim: int, dtype: DType
 ) -> bool:
-    """Returns whether both give the same bytes for a few rows."""
+    """Return whether both give the same bytes for a few rows."""
     layout = KVLayout(dtype, (KVLayer(1, dim, dim),))
     (source, second), *outs = (layout.empty(40)[0] for _ in range(3))
     ramp = np.arange(source.size, dtype=np.float32).reshape(source.shape)

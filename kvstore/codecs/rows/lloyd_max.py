@@ -47,11 +47,11 @@ class GaussTable:
         return len(self.bounds) == len(self.levels)
 
     def all_levels(self) -> np.ndarray:
-        """Returns the levels of both halves, fp32 (num_levels,), ascending."""
+        """Return the levels of both halves, fp32 (num_levels,), ascending."""
         return _mirrored(self.level_array, has_zero=self.is_odd)
 
     def all_bounds(self) -> np.ndarray:
-        """Returns the bounds of both halves, fp32 (num_levels - 1,), ascending.
+        """Return the bounds of both halves, fp32 (num_levels - 1,), ascending.
 
         The code of a value is the number of bounds below it.
         """
@@ -64,7 +64,7 @@ def _mirrored(upper: np.ndarray, has_zero: bool) -> np.ndarray:
 
 @functools.cache
 def gauss_table(num_levels: int) -> GaussTable:
-    """Returns the table of ``num_levels`` levels.
+    """Return the table of ``num_levels`` levels.
 
     Raises ``ValueError`` unless ``num_levels`` is 1 to 256.
     """
@@ -75,7 +75,7 @@ def gauss_table(num_levels: int) -> GaussTable:
 
 @functools.cache
 def sphere_table(num_levels: int, dim: int) -> GaussTable:
-    """Returns the best levels for an element of a random direction, times sqrt(dim).
+    """Return the best levels for an element of a random direction, times sqrt(dim).
 
     An element of a rotated row of ``dim`` values has exactly this distribution; its limit is the
     normal distribution. No codec here uses it: from 64 values on, it reduces the error by less than
@@ -101,7 +101,7 @@ def _table(levels: np.ndarray, is_odd: bool, law: _Law) -> GaussTable:
 
 
 def gauss_error(num_levels: int) -> float:
-    """Returns the mean squared error of the table on N(0, 1)."""
+    """Return the mean squared error of the table on N(0, 1)."""
     table = gauss_table(num_levels)
     levels = np.array(table.levels)
     edges, law = _edges(levels, table.is_odd), _Law()
@@ -110,7 +110,7 @@ def gauss_error(num_levels: int) -> float:
 
 
 def _high_rate_levels(num_levels: int) -> np.ndarray:
-    """Returns the limit for many levels: quantiles of a normal variable, sqrt(3) times as wide.
+    """Return the limit for many levels: quantiles of a normal variable, sqrt(3) times as wide.
 
     Panter and Dite (1951).
     """
@@ -120,7 +120,7 @@ def _high_rate_levels(num_levels: int) -> np.ndarray:
 
 
 def _newton_step(levels: np.ndarray, is_odd: bool, law: _Law) -> np.ndarray:
-    """Returns a step towards levels that are the means of their cells.
+    """Return a step towards levels that are the means of their cells.
 
     Lloyd's own steps converge far too slowly at 256 levels.
     """
@@ -136,7 +136,7 @@ def _newton_step(levels: np.ndarray, is_odd: bool, law: _Law) -> np.ndarray:
 
 
 def _edges(levels: np.ndarray, is_odd: bool) -> np.ndarray:
-    """Returns the edges of the cells of ``levels``: one more than there are levels."""
+    """Return the edges of the cells of ``levels``: one more than there are levels."""
     inner = _midpoints(levels, is_odd)
     return np.concatenate([inner if is_odd else [0.0, *inner], [math.inf]])[-len(levels) - 1 :]
 
@@ -162,13 +162,13 @@ class _Law:
         return self._factor * self._left(x) ** ((self.dim - 3) / 2)
 
     def moment(self, x: np.ndarray) -> np.ndarray:
-        """Returns the integral of ``t * density(t)`` over ``t`` beyond each ``x``."""
+        """Return the integral of ``t * density(t)`` over ``t`` beyond each ``x``."""
         if not self.dim:
             return self.density(x)
         return self.density(x) * self._left(x) * self.dim / (self.dim - 1)
 
     def above(self, x: np.ndarray) -> np.ndarray:
-        """Returns the probability of a value beyond each ``x``, 0 or larger.
+        """Return the probability of a value beyond each ``x``, 0 or larger.
 
         On a sphere, from its end over angles, by Gauss and Legendre.
         """
@@ -194,7 +194,7 @@ def _rounded(values: np.ndarray) -> tuple[float, ...]:
 
 
 def greedy_bits(variances: np.ndarray, total: int, most: int = 8) -> np.ndarray:
-    """Gives one bit after another to the component whose error shrinks most by it.
+    """Give one bit after another to the component whose error shrinks most by it.
 
     ``variances``: floats of any shape, times the weight of errors. Returns int64 of that shape,
     each 0 to ``most``, with the sum ``total``. Raises ``ValueError`` if that is impossible.

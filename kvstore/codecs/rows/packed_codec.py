@@ -91,7 +91,7 @@ def _fill_newest(payload: np.ndarray, slot: ArraySlot, view: np.ndarray, part: A
 
 
 def packed_codec(codec: Codec, layout: PackedLayout) -> PackedCodec:
-    """Makes the codec for a live cache that is packed by the arithmetic of ``codec``.
+    """Make the codec for a live cache that is packed by the arithmetic of ``codec``.
 
     Raises:
         UnknownCodec: the cache is packed by another codec.

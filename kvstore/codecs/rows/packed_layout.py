@@ -57,11 +57,11 @@ class PackedArray:
         return int(packed[-1]) + 1 if len(packed) else 0
 
     def __getitem__(self, where: Slices) -> PackedArray:
-        """Returns a view of some heads and tokens."""
+        """Return a view of some heads and tokens."""
         return self._with(self.codes[where], self.scales[where], self.exact[where])
 
     def __setitem__(self, everywhere: Any, values: PackedArray | np.ndarray) -> None:
-        """Replaces all rows by ``values``; ``everywhere`` must be ``...``.
+        """Replace all rows by ``values``; ``everywhere`` must be ``...``.
 
         ``values``: a packed array, or an array of the engine's dtype, which is stored unpacked, in
         16 bits per value.
@@ -81,17 +81,17 @@ class PackedArray:
         self[...] = np.full(self.shape, value, self.dtype)
 
     def copy(self) -> PackedArray:
-        """Returns a copy in memory of its own."""
+        """Return a copy in memory of its own."""
         copied = empty_packed(self.rows, self.dtype_name, self.shape)
         copied[...] = self
         return copied
 
     def view(self, dtype: Any) -> np.ndarray:
-        """Returns the unpacked values under another dtype."""
+        """Return the unpacked values under another dtype."""
         return self.__array__().view(dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Unpacks with numpy, for inspection."""
+        """Unpack with numpy, for inspection."""
         values = np.array(floats.from_stored(self.exact, self.dtype_name))
         packed = self.scales != 0
         if packed.any():
@@ -138,7 +138,7 @@ class PackedLayout(KVLayout, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return sum(heads * (rows.packed_nbytes(dim) + scale) for heads, dim in sides)
 
     def empty(self, num_tokens: int) -> list[KVPair]:
-        """Returns fresh ``PackedArray``s for ``num_tokens`` tokens of every layer."""
+        """Return fresh ``PackedArray``s for ``num_tokens`` tokens of every layer."""
         return [
             cast(
                 KVPair,

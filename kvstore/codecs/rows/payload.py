@@ -51,21 +51,21 @@ class ArraySlot:
         return self.num_heads * self.num_tokens if self.dim else 0
 
     def sinks(self, payload: np.ndarray) -> np.ndarray:
-        """Returns a view of the sink rows, uint16 (num_heads, num_sinks, dim)."""
+        """Return a view of the sink rows, uint16 (num_heads, num_sinks, dim)."""
         shape = (self.num_heads, self.num_sinks, self.dim)
         return _view(payload, self.sinks_at, shape, KEPT_DTYPE)
 
     def scales(self, payload: np.ndarray) -> np.ndarray:
-        """Returns a view of the scales, (num_rows,)."""
+        """Return a view of the scales, (num_rows,)."""
         return _view(payload, self.scales_at, (self.num_rows,), self.scale_dtype)
 
     def packed(self, payload: np.ndarray) -> np.ndarray:
-        """Returns a view of the packed rows, uint8 (num_rows, row_nbytes)."""
+        """Return a view of the packed rows, uint8 (num_rows, row_nbytes)."""
         shape = (self.num_rows, self.row_nbytes)
         return _view(payload, self.packed_at, shape, np.dtype(np.uint8))
 
     def positions(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns heads and tokens of rows, int64 (rows,) each.
+        """Return heads and tokens of rows, int64 (rows,) each.
 
         Tokens are counted from the first sink.
         """
@@ -96,11 +96,11 @@ class PayloadPlan:
     nbytes: int  # without kept rows; they follow
 
     def scales(self, payload: np.ndarray) -> np.ndarray:
-        """Returns a view of the scales of all slots, (num_rows,)."""
+        """Return a view of the scales of all slots, (num_rows,)."""
         return _view(payload, self.scales_at, (self.num_rows,), self.scale_dtype)
 
     def kept_rows(self, payload: np.ndarray) -> np.ndarray:
-        """Returns the numbers of the rows whose scale is zero, ascending.
+        """Return the numbers of the rows whose scale is zero, ascending.
 
         There is hardly ever one.
         """
@@ -110,7 +110,7 @@ class PayloadPlan:
         return np.flatnonzero(scales == 0)
 
     def split_rows(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields ascending row numbers as (slot number, row numbers in that slot)."""
+        """Yield ascending row numbers as (slot number, row numbers in that slot)."""
         if not len(rows):
             return
         starts = [slot.first_row for slot in self.slots]
@@ -122,7 +122,7 @@ class PayloadPlan:
 def plan_payload(
     rows: RowFormat, layout: KVLayout, num_tokens: int, first_token: int
 ) -> PayloadPlan:
-    """Plans ``num_tokens`` tokens of every layer, the first of them at ``first_token``."""
+    """Plan ``num_tokens`` tokens of every layer, the first of them at ``first_token``."""
     return _plan(rows, layout, num_tokens, num_sinks(num_tokens, first_token))
 
 

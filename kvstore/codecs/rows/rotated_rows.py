@@ -116,13 +116,13 @@ class RotatedRows:
         return counts
 
     def _lengths(self, magnitudes: np.ndarray) -> np.ndarray:
-        """Returns sqrt(sum of squared levels) of every row, fp32 (num_rows,)."""
+        """Return sqrt(sum of squared levels) of every row, fp32 (num_rows,)."""
         squares = np.array(squared_levels(self.num_bits), np.int32)
         energies = squares[magnitudes].sum(axis=1, dtype=np.int32).astype(np.float32)
         return np.sqrt(energies) * np.float32(1 / self.one)
 
     def unit_of(self, dim: int) -> np.float32:
-        """Returns the value of the whole number 1 in a row of scale 1."""
+        """Return the value of the whole number 1 in a row of scale 1."""
         return rotation.inverse_root(dim) / np.float32(self.one)
 
     def _whole(self, values: tuple[float, ...]) -> np.ndarray:
@@ -131,12 +131,12 @@ class RotatedRows:
 
 
 def size_of(dim: int) -> int:
-    """Returns the norm to which rows are scaled, so that every rotated number fits into 16 bits."""
+    """Return the norm to which rows are scaled, so that every rotated number fits into 16 bits."""
     return 1 << (14 - (dim.bit_length() - 1) // 2)
 
 
 def factors_of(norms: np.ndarray, dim: int) -> np.ndarray:
-    """Returns the factors that scale rows of these norms to ``size_of``, fp32 (num_rows,).
+    """Return the factors that scale rows of these norms to ``size_of``, fp32 (num_rows,).
 
     ``norms``: fp32 (num_rows,).
     """
@@ -146,5 +146,5 @@ def factors_of(norms: np.ndarray, dim: int) -> np.ndarray:
 
 @functools.cache
 def squared_levels(num_bits: int) -> tuple[int, ...]:
-    """Returns the squares of the upper half of the levels."""
+    """Return the squares of the upper half of the levels."""
     return tuple(int(level) ** 2 for level in RotatedRows(num_bits).levels)

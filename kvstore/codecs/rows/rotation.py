@@ -46,7 +46,7 @@ class Order:
 
 
 def order_of(dim: int) -> Order | None:
-    """Returns the split with the smallest base, or None if no such Hadamard matrix exists."""
+    """Return the split with the smallest base, or None if no such Hadamard matrix exists."""
     if not MIN_DIM <= dim <= MAX_DIM or dim % 8:
         return None
     largest = dim & -dim
@@ -72,7 +72,7 @@ def _is_prime(number: int) -> bool:
 
 @functools.cache
 def base_matrix(order: int) -> np.ndarray:
-    """Returns Paley's Hadamard matrix, fp32 (order, order), its first column all ones."""
+    """Return Paley's Hadamard matrix, fp32 (order, order), its first column all ones."""
     if order == 1:
         return np.ones((1, 1), np.float32)
     matrix: np.ndarray = (
@@ -99,7 +99,7 @@ def _paley_two(prime: int) -> np.ndarray:
 
 
 def _bordered(prime: int, below: int) -> np.ndarray:
-    """Returns Jacobsthal's matrix (is row - column a square modulo the prime?) with a border."""
+    """Return Jacobsthal's matrix (is row - column a square modulo the prime?) with a border."""
     squares = {k * k % prime for k in range(1, prime)}
     character = np.array([0] + [1 if k in squares else -1 for k in range(1, prime)])
     index = np.arange(prime)
@@ -112,7 +112,7 @@ def _bordered(prime: int, below: int) -> np.ndarray:
 
 @functools.cache
 def sign_masks(dim: int) -> np.ndarray:
-    """Returns one random sign per channel as masks for the top bit of an fp32, uint32 (dim,).
+    """Return one random sign per channel as masks for the top bit of an fp32, uint32 (dim,).
 
     They are taken from SHAKE-256, so that every language and version gets the same ones.
     """
@@ -124,13 +124,13 @@ def sign_masks(dim: int) -> np.ndarray:
 
 
 def flip_signs(rows: np.ndarray, masks: np.ndarray) -> np.ndarray:
-    """Negates fp32 values (num_rows, dim) where a uint32 mask (dim,) has its top bit set."""
+    """Negate fp32 values (num_rows, dim) where a uint32 mask (dim,) has its top bit set."""
     flipped: np.ndarray = rows.view(np.uint32) ^ masks
     return flipped.view(np.float32)
 
 
 def rotate(rows: np.ndarray) -> np.ndarray:
-    """Returns H x for every row x; fp32 (num_rows, dim), contiguous.
+    """Return H x for every row x; fp32 (num_rows, dim), contiguous.
 
     Raises ``ValueError`` if no H of this order is known.
     """
@@ -140,14 +140,14 @@ def rotate(rows: np.ndarray) -> np.ndarray:
 
 
 def rotate_back(rows: np.ndarray) -> np.ndarray:
-    """Returns H^T z for every row z, fp32 (num_rows, dim): ``dim`` times ``rotate``'s input."""
+    """Return H^T z for every row z, fp32 (num_rows, dim): ``dim`` times ``rotate``'s input."""
     order = _required(rows.shape[1])
     z = _multiply_base(rows, base_matrix(order.base).T, order.power)
     return _butterflies(z, _distances(order.power)[::-1])
 
 
 def squared_norms(rows: np.ndarray) -> np.ndarray:
-    """Returns the sum of squares of every row, fp32 (num_rows,).
+    """Return the sum of squares of every row, fp32 (num_rows,).
 
     Neighbours are added first, then groups, then columns. ``rows``: fp32 (num_rows, dim). A square
     of a 16-bit float is exact in fp32, so a fused multiply-add would change nothing.
@@ -159,7 +159,7 @@ def squared_norms(rows: np.ndarray) -> np.ndarray:
 
 
 def halving_sum(terms: np.ndarray) -> np.ndarray:
-    """Sums over axis 1: adds the upper half to the lower while even, then all from the first on.
+    """Sum over axis 1: add the upper half to the lower while even, then all from the first on.
 
     ``terms``: fp32 (num_rows, terms, ...).
     """
@@ -173,7 +173,7 @@ def halving_sum(terms: np.ndarray) -> np.ndarray:
 
 
 def inverse_root(dim: int) -> np.float32:
-    """Returns 1 / sqrt(dim), rounded once."""
+    """Return 1 / sqrt(dim), rounded once."""
     return np.float32(1 / np.sqrt(dim))
 
 
@@ -203,7 +203,7 @@ def _butterflies(rows: np.ndarray, distances: Sequence[int]) -> np.ndarray:
 
 
 def _multiply_base(rows: np.ndarray, matrix: np.ndarray, power: int) -> np.ndarray:
-    """Makes each group a signed sum of all groups, added in order."""
+    """Make each group a signed sum of all groups, added in order."""
     if len(matrix) == 1:
         return rows
     groups = rows.reshape(len(rows), len(matrix), power)

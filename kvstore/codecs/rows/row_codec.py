@@ -63,7 +63,7 @@ class RowCodec:
     def decode_chunks(
         self, payloads: Sequence[memoryview], layout: KVLayout, first_token: int, out: KVRun
     ) -> None:
-        """Implements ``ChunksCodec``."""
+        """Implement ``ChunksCodec``."""
         num_tokens = check_run(out, layout) // len(payloads)
         plan = plan_payload(self.rows, layout, num_tokens, first_token)
         views = [np.frombuffer(payload, np.uint8) for payload in payloads]
@@ -82,7 +82,7 @@ class RowCodec:
                 restore_rows(rows, view, plan, own, layout.dtype)
 
     def check_payload(self, payload: np.ndarray, plan: PayloadPlan) -> np.ndarray:
-        """Checks a payload and returns the numbers of the rows that were stored unquantised.
+        """Check a payload and return the numbers of the rows that were stored unquantised.
 
         ``payload``: uint8 (nbytes,).
 
@@ -115,22 +115,22 @@ def _token_nbytes(rows: RowFormat, layout: KVLayout) -> int:
 
 
 def lm3() -> Codec:
-    """Makes ``lm3``: three bits, unrotated, the control; 5.12x over bf16 at 256 values per row."""
+    """Make ``lm3``: three bits, unrotated, the control; 5.12x over bf16 at 256 values per row."""
     return RowCodec("lm3.1", PlainRows())
 
 
 def tq3() -> Codec:
-    """Makes ``tq3``: three bits, rotated; 4.92x over bf16 at 64 values per row, 5.12x at 128."""
+    """Make ``tq3``: three bits, rotated; 4.92x over bf16 at 64 values per row, 5.12x at 128."""
     return RowCodec("tq3.2", RotatedRows(3))
 
 
 def tq4() -> Codec:
-    """Makes ``tq4``: four bits, rotated; 3.76x over bf16 at 64 values per row, 3.88x at 128."""
+    """Make ``tq4``: four bits, rotated; 3.76x over bf16 at 64 values per row, 3.88x at 128."""
     return RowCodec("tq4.2", RotatedRows(4))
 
 
 def dense3() -> Codec:
-    """Makes ``dense3`` for a model without a profile: the arithmetic of ``tq3``."""
+    """Make ``dense3`` for a model without a profile: the arithmetic of ``tq3``."""
     return RowCodec("dense3.2", RotatedRows(3))
 
 
@@ -147,7 +147,7 @@ def _after_sinks(arrays: list[np.ndarray], plan: PayloadPlan, group: SlotGroup) 
 def keep_rows(
     arrays: list[np.ndarray], plan: PayloadPlan, payload: np.ndarray, dtype: DType
 ) -> Iterator[memoryview]:
-    """Yields the rows that could not be packed, unquantised; their packed bytes become zero."""
+    """Yield the rows that could not be packed, unquantised; their packed bytes become zero."""
     unpacked = plan.kept_rows(payload)
     for number, rows in plan.split_rows(unpacked):
         slot = plan.slots[number]

@@ -29,13 +29,13 @@ class RowFormat(Hashable, Protocol):
         """The dtype of a row's scale, in the byte order of the payload."""
 
     def supports(self, dim: int) -> bool:
-        """Returns whether rows of ``dim`` values can be packed."""
+        """Return whether rows of ``dim`` values can be packed."""
 
     def packed_nbytes(self, dim: int) -> int:
-        """Returns the bytes of one row, without its scale."""
+        """Return the bytes of one row, without its scale."""
 
     def pack(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Packs rows, fp32 (num_rows, dim), contiguous.
+        """Pack rows, fp32 (num_rows, dim), contiguous.
 
         Returns uint8 (num_rows, packed_nbytes) and scales (num_rows,). A scale of zero means that
         this row cannot be packed (all zero, infinite, NaN, or out of the scale's range) and has to
@@ -43,20 +43,20 @@ class RowFormat(Hashable, Protocol):
         """
 
     def unpack(self, packed: np.ndarray, scales: np.ndarray, dim: int) -> np.ndarray:
-        """Unpacks rows of ``pack`` to fp32 (num_rows, dim), not yet rounded to 16 bits."""
+        """Unpack rows of ``pack`` to fp32 (num_rows, dim), not yet rounded to 16 bits."""
 
     def are_all_packed(self, scales: np.ndarray) -> bool:
-        """Returns whether every scale (num_rows,) is one that ``pack`` writes for a packed row.
+        """Return whether every scale (num_rows,) is one that ``pack`` writes for a packed row.
 
         That is the usual case, and takes one pass over the scales instead of several.
         """
 
     def are_scales(self, scales: np.ndarray) -> bool:
-        """Returns whether every scale (num_rows,) is zero or one that ``pack`` can write."""
+        """Return whether every scale (num_rows,) is zero or one that ``pack`` can write."""
 
 
 def to_planes(codes: np.ndarray, num_bits: int) -> np.ndarray:
-    """Packs uint8 codes (num_rows, dim) to uint8 (num_rows, num_bits * dim / 8).
+    """Pack uint8 codes (num_rows, dim) to uint8 (num_rows, num_bits * dim / 8).
 
     The planes follow each other, lowest bit first; a byte's lowest bit is its lowest element.
     """
@@ -65,7 +65,7 @@ def to_planes(codes: np.ndarray, num_bits: int) -> np.ndarray:
 
 
 def from_planes(packed: np.ndarray, num_bits: int) -> np.ndarray:
-    """Unpacks uint8 (num_rows, nbytes) of ``to_planes`` to uint8 codes (num_rows, dim)."""
+    """Unpack uint8 (num_rows, nbytes) of ``to_planes`` to uint8 codes (num_rows, dim)."""
     num_rows, nbytes = packed.shape
     bits = np.unpackbits(packed, axis=1, bitorder="little")
     planes = bits.reshape(num_rows, num_bits, nbytes * 8 // num_bits)
@@ -76,7 +76,7 @@ def from_planes(packed: np.ndarray, num_bits: int) -> np.ndarray:
 
 
 def to_stream(codes: np.ndarray) -> np.ndarray:
-    """Packs three-bit codes, uint8 (num_rows, dim), to uint8 (num_rows, 3 * dim / 8).
+    """Pack three-bit codes, uint8 (num_rows, dim), to uint8 (num_rows, 3 * dim / 8).
 
     Code ``i`` occupies bits ``3 i .. 3 i + 2`` of a little-endian number.
     """
@@ -85,7 +85,7 @@ def to_stream(codes: np.ndarray) -> np.ndarray:
 
 
 def from_stream(packed: np.ndarray) -> np.ndarray:
-    """Unpacks uint8 (num_rows, nbytes) of ``to_stream`` to uint8 codes (num_rows, dim)."""
+    """Unpack uint8 (num_rows, nbytes) of ``to_stream`` to uint8 codes (num_rows, dim)."""
     num_rows, nbytes = packed.shape
     bits = np.unpackbits(packed, axis=1, bitorder="little").reshape(num_rows, nbytes * 8 // 3, 3)
     return bits[:, :, 0] | bits[:, :, 1] << 1 | bits[:, :, 2] << 2

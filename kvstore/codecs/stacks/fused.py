@@ -55,13 +55,13 @@ class RopeTables:
     def of(
         self, shape: StackShape, first_token: int, num_tokens: int, dtype: DType
     ) -> tuple[object, ...]:
-        """Returns a kernel's arguments for ``num_tokens`` tokens from ``first_token`` on."""
+        """Return a kernel's arguments for ``num_tokens`` tokens from ``first_token`` on."""
         angles = _angles(self.ropes, int(self.halves.max(initial=1)), first_token, num_tokens)
         return (self.of_vector, self.halves, *angles, shape.units[0][0].dim, dtype == "float32")
 
 
 def rope_tables(shape: StackShape, ropes: Sequence[Rope | None]) -> RopeTables | None:
-    """Returns the tables, or None if kernels do not support one of the rotations."""
+    """Return the tables, or None if kernels do not support one of the rotations."""
     of_units = [[vector.rope(ropes) for vector in unit] for unit in shape.units]
     used = tuple(dict.fromkeys(rope for unit in of_units for rope in unit if rope is not None))
     if any(rope.interleaved or len(rope.frequencies) < VECTOR for rope in used):
@@ -73,7 +73,7 @@ def rope_tables(shape: StackShape, ropes: Sequence[Rope | None]) -> RopeTables |
 
 
 def fits_vector_units(shape: StackShape) -> bool:
-    """Returns whether all heads have one size, and that is a multiple of ``VECTOR``."""
+    """Return whether all heads have one size, and that is a multiple of ``VECTOR``."""
     dims = {segment.dim for unit in shape.units for segment in unit}
     return len(dims) == 1 and not min(dims) % VECTOR
 
@@ -126,7 +126,7 @@ class FusedPacker(ABC):
     def addresses(
         self, run: KVRun, first: int, dtype: DType
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Returns the address of every head's row of token ``first``, and the bytes between rows.
+        """Return the address of every head's row of token ``first``, and the bytes between rows.
 
         Both are int64 (units, vectors of a unit). Returns None if no kernel can read the rows: they
         are fp16, or their values are not contiguous.
@@ -150,7 +150,7 @@ class FusedPacker(ABC):
 
     @abstractmethod
     def pack(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes | None:
-        """Returns what the pipeline returns; None if the kernel cannot pack these rows."""
+        """Return what the pipeline returns; None if the kernel cannot pack these rows."""
 
     @abstractmethod
     def unpack(
@@ -160,14 +160,14 @@ class FusedPacker(ABC):
         turns: tuple[object, ...],
         addresses: tuple[np.ndarray, np.ndarray],
     ) -> None:
-        """Restores the quantised rows of payloads, whose kept rows ``readers`` have already passed.
+        """Restore the quantised rows of payloads, whose kept rows ``readers`` have already passed.
 
         ``num_tokens``: the tokens of each payload.
         """
 
 
 def kernels_for(shape: StackShape, layout: KVLayout, name: str) -> ModuleType | None:
-    """Imports the module ``name``; returns None without numba, or if its kernels do not fit.
+    """Import the module ``name``; return None without numba, or if its kernels do not fit.
 
     Compiling takes seconds, once per machine: only a process that packs should pay for it.
     """
@@ -180,12 +180,12 @@ _COMPILE_PACKING: Final[ContextVar[Compile]] = ContextVar("_COMPILE_PACKING", de
 
 
 def for_sizes_alone() -> AbstractContextManager[None]:
-    """Returns a context in which opened codecs only give sizes: no kernel is compiled."""
+    """Return a context in which opened codecs only give sizes: no kernel is compiled."""
     return _within(_WITH_KERNELS, False)
 
 
 def packing_later(compile_packing: Compile) -> AbstractContextManager[None]:
-    """Returns a context: codecs opened in it give ``compile_packing`` the call that compiles."""
+    """Return a context: codecs opened in it give ``compile_packing`` the call that compiles."""
     return _within(_COMPILE_PACKING, compile_packing)
 
 
@@ -201,7 +201,7 @@ def _within(variable: ContextVar[T], value: T) -> Iterator[None]:
 def proven_or_pipeline(
     fused: FusedPacker, layout: KVLayout, run: KVRun, codecs: str
 ) -> StackPacker:
-    """Returns ``fused``, or its pipeline if the two restore ``run`` differently.
+    """Return ``fused``, or its pipeline if the two restore ``run`` differently.
 
     Packing is compared, too: at once, or later in the call that ``packing_later`` describes.
     """
@@ -221,7 +221,7 @@ def proven_or_pipeline(
 
 
 def _restores_alike(fused: FusedPacker, layout: KVLayout, payload: bytes, num_tokens: int) -> bool:
-    """Returns whether a packer restores the same rows as its pipeline."""
+    """Return whether a packer restores the same rows as its pipeline."""
     outs = [layout.empty(num_tokens) for _ in range(2)]
     parts: tuple[StackPacker, ...] = (fused, fused.pipeline)
     for part, out in zip(parts, outs, strict=True):
@@ -233,7 +233,7 @@ def _restores_alike(fused: FusedPacker, layout: KVLayout, payload: bytes, num_to
 
 
 def wave_run(layout: KVLayout, num_tokens: int = 70) -> KVRun:
-    """Returns a run whose rows have many different values, to compare packers with."""
+    """Return a run whose rows have many different values, to compare packers with."""
     run = layout.empty(num_tokens)
     for number, array in enumerate(x for pair in run for x in pair):
         ramp = np.arange(array.size, dtype=np.float32).reshape(array.shape) + number
@@ -243,14 +243,14 @@ def wave_run(layout: KVLayout, num_tokens: int = 70) -> KVRun:
 
 
 def padded(array: np.ndarray, *lengths: int) -> np.ndarray:
-    """Returns ``array`` padded with zeros along the axes after the first, up to ``lengths``."""
+    """Return ``array`` padded with zeros along the axes after the first, up to ``lengths``."""
     missing = [(0, length - have) for length, have in zip(lengths, array.shape[1:], strict=False)]
     rest = [(0, 0)] * (array.ndim - 1 - len(missing))
     return np.pad(array, [(0, 0), *missing, *rest])
 
 
 def side_by_side(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Joins the tokens of several payloads, along the second axis; bytes four at a time."""
+    """Join the tokens of several payloads, along the second axis; bytes four at a time."""
     if parts[0].dtype != np.uint8 or any(part.shape[1] % 4 for part in parts):
         return np.concatenate(parts, axis=1)
     words = [np.ascontiguousarray(part).view(np.uint32) for part in parts]
@@ -262,7 +262,7 @@ def side_by_side(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
-    """Returns a copy that begins at a line of the processor's cache."""
+    """Return a copy that begins at a line of the processor's cache."""
     raw = np.empty(array.nbytes + LINE, np.uint8)
     start = -raw.ctypes.data % LINE
     copy: np.ndarray = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -274,7 +274,7 @@ def aligned(array: np.ndarray) -> np.ndarray:
 def _angles(
     ropes: tuple[Rope, ...], half: int, first_token: int, num_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns cosines and sines, each fp32 (ropes + 1, tokens, half)."""
+    """Return cosines and sines, each fp32 (ropes + 1, tokens, half)."""
     shape = (len(ropes) + 1, num_tokens, max(half, VECTOR))
     cosines, sines = aligned(np.zeros(shape, np.float32)), aligned(np.zeros(shape, np.float32))
     for number, rope in enumerate(ropes):

@@ -34,21 +34,21 @@ class StackPacker(Protocol):
     """
 
     def nbytes(self, num_tokens: int) -> int:
-        """Returns the length of a chunk of ``num_tokens`` without kept groups, in bytes.
+        """Return the length of a chunk of ``num_tokens`` without kept groups, in bytes.
 
         It is an estimate if codes are entropy-coded.
         """
 
     def least_nbytes(self, num_tokens: int) -> int:
-        """Returns a lower bound of the length of any chunk of ``num_tokens``, in bytes."""
+        """Return a lower bound of the length of any chunk of ``num_tokens``, in bytes."""
 
     def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
-        """Returns this stack's part of a payload. ``run`` is read only."""
+        """Return this stack's part of a payload. ``run`` is read only."""
 
     def decode(
         self, readers: Sequence[Reader], out: KVRun, first: int, first_token: int, dtype: DType
     ) -> None:
-        """Fills this stack's part of ``out`` from payloads of equally many tokens each.
+        """Fill this stack's part of ``out`` from payloads of equally many tokens each.
 
         Several payloads can be read at once only if each has a multiple of ``rans.LANES`` tokens.
 
@@ -61,26 +61,26 @@ class Transform(Protocol):
     """A reversible map of a stack onto one with as many tokens."""
 
     def forward(self, stack: np.ndarray, first_token: int) -> tuple[np.ndarray, bytes]:
-        """Returns the mapped stack and the note that ``backward`` needs.
+        """Return the mapped stack and the note that ``backward`` needs.
 
         ``stack``: fp32 (units, tokens, width); it may be overwritten.
         """
 
     def read(self, reader: Reader, num_tokens: int) -> object:
-        """Returns the note that ``forward`` left in the payload.
+        """Return the note that ``forward`` left in the payload.
 
         Raises:
             Corrupt: the payload is too short, or ``forward`` writes no such note.
         """
 
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
-        """Undoes ``forward``.
+        """Undo ``forward``.
 
         ``stack``: fp32, or int32 levels if the quantiser restores levels.
         """
 
     def note_nbytes(self, num_tokens: int) -> int:
-        """Returns the length of the note of a chunk of ``num_tokens``."""
+        """Return the length of the note of a chunk of ``num_tokens``."""
 
 
 class WithoutNote:
@@ -97,17 +97,17 @@ class Gain(Protocol):
     """Divides each token of a stack by its size: a gain for each unit, token and gain group."""
 
     def measure(self, stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns gains, and which of them cannot be represented.
+        """Return gains, and which of them cannot be represented.
 
         ``stack``: fp32 (units, tokens, width). Returns fp32 and bool, both (units, tokens, gain
         groups).
         """
 
     def write(self, gains: np.ndarray) -> bytes:
-        """Returns gains as bytes; ``gains``: fp32 (units, tokens, gain groups)."""
+        """Return gains as bytes; ``gains``: fp32 (units, tokens, gain groups)."""
 
     def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
-        """Returns the gains that were written, fp32 (units, num_tokens, gain groups).
+        """Return the gains that were written, fp32 (units, num_tokens, gain groups).
 
         Raises:
             Corrupt: the payload is too short, or its gains are invalid.
@@ -118,20 +118,20 @@ class Gain(Protocol):
         """True if gains are fitted to the quantised stack; needs units of one gain group."""
 
     def nbytes(self, num_tokens: int) -> int:
-        """Returns the length of the output of ``write``, an estimate if it is entropy-coded."""
+        """Return the length of the output of ``write``, an estimate if it is entropy-coded."""
 
 
 class Quantiser(Protocol):
     """Maps components to small integers and back. Stateless."""
 
     def quantise(self, components: np.ndarray) -> np.ndarray:
-        """Returns integer codes (units, tokens, columns) for fp32 (units, tokens, components).
+        """Return integer codes (units, tokens, columns) for fp32 (units, tokens, components).
 
         Most quantisers have one column of codes for each component.
         """
 
     def restore(self, codes: np.ndarray) -> np.ndarray:
-        """Returns values (units, tokens, components) for codes.
+        """Return values (units, tokens, components) for codes.
 
         Any codes that a coder can read give finite values. They are fp32, or int32 levels for a
         transform in whole numbers.
@@ -142,20 +142,20 @@ class Coder(Protocol):
     """Packs integer codes to bytes and back, without loss."""
 
     def write(self, codes: np.ndarray) -> bytes:
-        """Returns codes, integers (units, tokens, columns), as bytes."""
+        """Return codes, integers (units, tokens, columns), as bytes."""
 
     def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
-        """Returns the codes of ``num_tokens``; never allocates more than the codes take.
+        """Return the codes of ``num_tokens``; never allocate more than the codes take.
 
         Raises:
             Corrupt: the payload is too short, or its codes are invalid.
         """
 
     def nbytes(self, num_tokens: int) -> int:
-        """Returns the length of the output of ``write``, an estimate if it is entropy-coded."""
+        """Return the length of the output of ``write``, an estimate if it is entropy-coded."""
 
     def least_nbytes(self, num_tokens: int) -> int:
-        """Returns a lower bound of the length of the output of ``write``."""
+        """Return a lower bound of the length of the output of ``write``."""
 
 
 # Maps components and codes to factors of the gains, fp32 (units, tokens, 1).
@@ -200,7 +200,7 @@ class Pipeline:
             self.put_kept(rows, kept, exact, dtype)
 
     def _pack(self, stack: np.ndarray, first_token: int) -> tuple[list[bytes], np.ndarray]:
-        """Returns all but the kept groups, and a mask of those: bool (units, tokens, gain groups).
+        """Return all but the kept groups, and a mask of those: bool (units, tokens, gain groups).
 
         ``stack``: fp32 (units, tokens, width) of 16-bit values; it is overwritten.
         """
@@ -216,7 +216,7 @@ class Pipeline:
     def scaled(
         self, stack: np.ndarray, first_token: int
     ) -> tuple[np.ndarray, list[bytes], np.ndarray, np.ndarray]:
-        """Returns rows of unit size, the notes so far, gains, and a mask of the kept groups."""
+        """Return rows of unit size, the notes so far, gains, and a mask of the kept groups."""
         notes = []
         with np.errstate(all="ignore"):
             for transform in self.before:
@@ -228,7 +228,7 @@ class Pipeline:
         return stack, notes, gains, kept
 
     def _unpack(self, reader: Reader, num_tokens: int, first_token: int) -> np.ndarray:
-        """Returns fp32 (units, tokens, width), not yet rounded; kept groups have no meaning."""
+        """Return fp32 (units, tokens, width), not yet rounded; kept groups have no meaning."""
         before = [transform.read(reader, num_tokens) for transform in self.before]
         after = [transform.read(reader, num_tokens) for transform in self.after]
         gains = self.gain.read(reader, num_tokens)
@@ -253,7 +253,7 @@ class Pipeline:
         return _least_squares(components, self.quantiser.restore(codes))
 
     def kept_bytes(self, run: KVRun, first: int, kept: np.ndarray, dtype: DType) -> bytes:
-        """Returns the kept groups of ``run`` as bytes: their number, indices and values.
+        """Return the kept groups of ``run`` as bytes: their number, indices and values.
 
         Values come from the run itself, since a NaN that is converted may lose some of its bits.
         """
@@ -267,7 +267,7 @@ class Pipeline:
         return b"".join([*head, bits.astype("<u2").tobytes()])
 
     def read_kept(self, reader: Reader, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the numbers of kept groups, int64 (kept,), and the bits of all, in their order.
+        """Return the numbers of kept groups, int64 (kept,), and the bits of all, in their order.
 
         The bits are uint16 (columns of all groups,).
 
@@ -282,7 +282,7 @@ class Pipeline:
         return numbers, reader.take("<u2", int(self._widths(numbers).sum()))
 
     def put_kept(self, out: KVRun, numbers: np.ndarray, bits: np.ndarray, dtype: DType) -> None:
-        """Writes to ``out``, of one payload's tokens, the groups that ``read_kept`` returned.
+        """Write to ``out``, of one payload's tokens, the groups that ``read_kept`` returned.
 
         Bit for bit, including infinities.
         """
@@ -294,7 +294,7 @@ class Pipeline:
     def _places(
         self, numbers: np.ndarray, num_tokens: int
     ) -> Iterator[tuple[int, GainGroup, np.ndarray, np.ndarray]]:
-        """Yields each unit and gain group of which something is kept.
+        """Yield each unit and gain group of which something is kept.
 
         With it come the tokens, int64 (kept,), and where their values lie among those of all kept
         groups, int64 (kept, columns).
@@ -310,19 +310,19 @@ class Pipeline:
             yield kind // len(parts), part, tokens[chosen], places
 
     def _widths(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns how many columns each kept group has."""
+        """Return how many columns each kept group has."""
         widths = np.array([part.stop - part.start for part in self.shape.gain_groups], np.int64)
         return widths[numbers % len(widths)]
 
 
 def _least_squares(exact: np.ndarray, quantised: np.ndarray) -> np.ndarray:
-    """Returns the factors that bring quantised rows closest, fp32 (units, tokens, 1)."""
+    """Return the factors that bring quantised rows closest, fp32 (units, tokens, 1)."""
     along = np.einsum("utw,utw->ut", exact, quantised)
     return gain_factors(along, np.einsum("utw,utw->ut", quantised, quantised))
 
 
 def gain_factors(along: np.ndarray, energy: np.ndarray) -> np.ndarray:
-    """Returns along / energy within a factor of two, fp32 (units, tokens, 1); 1 if undefined."""
+    """Return along / energy within a factor of two, fp32 (units, tokens, 1); 1 if undefined."""
     usual = (along > 0) & (energy > 0)
     factors = np.where(usual, along / np.where(usual, energy, 1), 1)[:, :, None]
     return np.clip(factors, 0.5, 2).astype(np.float32)

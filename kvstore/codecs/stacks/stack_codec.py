@@ -80,7 +80,7 @@ class StackCodec:
     def decode_chunks(
         self, payloads: Sequence[memoryview], layout: KVLayout, first_token: int, out: KVRun
     ) -> None:
-        """Implements ``ChunksCodec``: matrices, which are larger than the cache, are read once."""
+        """Implement ``ChunksCodec``: matrices, which are larger than the cache, are read once."""
         if check_run(out, layout) // len(payloads) % WHOLE_TOKENS:
             return decode_each(self, payloads, layout, first_token, out)
         readers = [Reader(payload) for payload in payloads]
@@ -91,6 +91,6 @@ class StackCodec:
 
 
 def one_head_each(layout: KVLayout) -> KVLayout:
-    """Returns a layout with one head for each kind of head in ``layout``."""
+    """Return a layout with one head for each kind of head in ``layout``."""
     kinds = dict.fromkeys(KVLayer(1, x.head_dim, x.value_dim) for x in layout.layers)
     return KVLayout(layout.dtype, tuple(kinds))

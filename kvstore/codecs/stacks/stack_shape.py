@@ -109,7 +109,7 @@ class StackShape:
         return np.stack(columns)
 
     def gather(self, run: KVRun, first: int, dtype: DType) -> np.ndarray:
-        """Returns tokens ``first ..`` of ``run``, rounded to 16 bits, as fp32 (units, tokens,
+        """Return tokens ``first ..`` of ``run``, rounded to 16 bits, as fp32 (units, tokens,
         width).
         """
         num_tokens = run[0][0].shape[1] - first
@@ -125,7 +125,7 @@ class StackShape:
         return stack
 
     def scatter(self, stack: np.ndarray, out: KVRun, first: int, dtype: DType) -> None:
-        """Writes ``stack``, fp32 (units, tokens, width), to tokens ``first ..`` of ``out``.
+        """Write ``stack``, fp32 (units, tokens, width), to tokens ``first ..`` of ``out``.
 
         Values are rounded to the precision of the layout's stored rows.
         """
@@ -135,7 +135,7 @@ class StackShape:
             target[vector.head, first:] = narrow[unit, :, start : start + vector.dim]
 
     def vectors_in(self, unit: int, part: GainGroup) -> Iterator[tuple[HeadVector, slice]]:
-        """Yields a unit's head vectors in a gain group, and their columns among those of it."""
+        """Yield a unit's head vectors in a gain group, and their columns among those of it."""
         for start, vector in zip(self.starts, self.units[unit], strict=True):
             if part.start <= start < part.stop:
                 yield vector, slice(start - part.start, start - part.start + vector.dim)
@@ -147,7 +147,7 @@ class StackShape:
 
 
 def _narrow(stack: np.ndarray, dtype: DType) -> np.ndarray:
-    """Rounds like ``floats.narrow``, but faster for the usual dtype."""
+    """Round like ``floats.narrow``, but faster for the usual dtype."""
     fast = compiled_stages()
     if dtype != "bfloat16" or fast is None:
         return floats.narrow(stack, dtype)
@@ -159,7 +159,7 @@ def _narrow(stack: np.ndarray, dtype: DType) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def stack_shapes(scope: Scope, layout: KVLayout) -> tuple[StackShape, ...]:
-    """Returns one stack for each composition, in the order of their first units."""
+    """Return one stack for each composition, in the order of their first units."""
     stacks: dict[tuple[int, ...], list[Unit]] = {}
     for unit in _units(scope, layout):
         make_up = tuple(x for s in unit for x in (s.layer - unit[0].layer, s.side, s.dim))
@@ -184,7 +184,7 @@ def _units(scope: Scope, layout: KVLayout) -> Iterator[Unit]:
 
 
 def _sides(layout: KVLayout) -> list[Unit]:
-    """Returns K of the first layer, its V, K of the second, ...: each a tuple of its heads."""
+    """Return K of the first layer, its V, K of the second, ...: each a tuple of its heads."""
     sides, element = [], 0
     for number, layer in enumerate(layout.layers):
         for side, dim in ((KEY, layer.head_dim), (VALUE, layer.value_dim)):

@@ -38,7 +38,7 @@ FURTHEST = FURTHEST_OCTAVES * COARSE
 
 
 def root_mean_squares(stack: np.ndarray, shape: StackShape) -> np.ndarray:
-    """Returns the size of every gain group, fp32 (units, tokens, gain groups).
+    """Return the size of every gain group, fp32 (units, tokens, gain groups).
 
     ``stack``: fp32 (units, tokens, width). A size is infinite or undefined if a value of its group
     is.
@@ -124,7 +124,7 @@ class LogGain:
         return np.array([1 / (part.stop - part.start) for part in self._parts], np.float32)
 
     def measure(self, stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns gains, and which rows no gain can represent; see ``Gain``.
+        """Return gains, and which rows no gain can represent; see ``Gain``.
 
         A row too small for any gain gets the smallest, which is close enough to zero.
         """
@@ -195,7 +195,7 @@ class OctaveGain:
         return self._num_units * pairs_of(num_tokens)
 
     def table(self) -> np.ndarray:
-        """Returns the gain of every code, fp32 (units, CODES)."""
+        """Return the gain of every code, fp32 (units, CODES)."""
         octaves, rest = self.steps // STEPS, self.steps % STEPS
         return (STEP_BITS[rest] + (octaves << MANTISSA_BITS)).view(np.float32)
 
@@ -210,7 +210,7 @@ class OctaveGain:
 
 
 def ends_of(steps: np.ndarray) -> np.ndarray:
-    """Returns the largest size, in steps, that gets each gain, int32 like ``steps`` (units, CODES).
+    """Return the largest size, in steps, that gets each gain, int32 like ``steps`` (units, CODES).
 
     A size gets the nearer of two gains, but the larger one if they lie far apart: too large a gain
     makes a row coarse, too small a gain clips it.
@@ -221,12 +221,12 @@ def ends_of(steps: np.ndarray) -> np.ndarray:
 
 
 def pairs_of(num_tokens: int) -> int:
-    """Returns the bytes of a unit's codes: two tokens a byte, the first in its lower half."""
+    """Return the bytes of a unit's codes: two tokens a byte, the first in its lower half."""
     return -(-num_tokens // 2)
 
 
 def squared_sizes(stack: np.ndarray) -> np.ndarray:
-    """Returns sums of squares over the last axis, fp32, in the order that the format defines.
+    """Return sums of squares over the last axis, fp32, in the order that the format defines.
 
     ``stack``: fp32 (..., width).
     """
@@ -243,7 +243,7 @@ def squared_sizes(stack: np.ndarray) -> np.ndarray:
 
 
 def steps_of(sizes: np.ndarray) -> np.ndarray:
-    """Returns the nearest step of positive fp32 numbers, int32 of the same shape."""
+    """Return the nearest step of positive fp32 numbers, int32 of the same shape."""
     bits = np.ascontiguousarray(sizes).view(np.int32)
     above = np.searchsorted(THRESHOLDS, bits & MANTISSA, side="left")  # thresholds below
     return STEPS * ((bits >> MANTISSA_BITS) - 127) + above.astype(np.int32)

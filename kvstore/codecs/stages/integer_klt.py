@@ -20,7 +20,7 @@ NUM_MAGNITUDES = 1 << (MAX_BITS - 1)
 
 
 def input_scale(width: int) -> int:
-    """Returns the factor for rows of unit size: a scaled row has a norm of at most 2^13."""
+    """Return the factor for rows of unit size: a scaled row has a norm of at most 2^13."""
     return 1 << (13 - (width - 1).bit_length() // 2 - (width - 1).bit_length() % 2)
 
 
@@ -45,7 +45,7 @@ class IntegerKlt(WithoutNote):
         return components.astype(np.int32).swapaxes(1, 2), b""
 
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
-        """Restores rows; sums stay below 2^24, so that fp32 holds them in any order."""
+        """Restore rows; sums stay below 2^24, so that fp32 holds them in any order."""
         sums = np.matmul(stack.astype(np.float32), self._decode.astype(np.float32))
         return sums * self._scales[:, None, None]
 
@@ -84,7 +84,7 @@ class IntegerLevels:
         return np.maximum(codes, 0).astype(np.uint8)
 
     def restore(self, codes: np.ndarray) -> np.ndarray:
-        """Returns int32 levels (units, tokens, components); zero for components without bits."""
+        """Return int32 levels (units, tokens, components); zero for components without bits."""
         halves = ((1 << self._bits[:, None]) >> 1).astype(np.int64)
         above = codes.astype(np.int64) - halves
         sizes = np.where(above >= 0, above, -1 - above) % NUM_MAGNITUDES
@@ -93,7 +93,7 @@ class IntegerLevels:
         return np.where(above >= 0, levels, -levels) * (self._bits > 0)[:, None]
 
     def fit_gains(self, components: np.ndarray, codes: np.ndarray) -> np.ndarray:
-        """Returns the factors of gains that fit restored rows best, fp32 (units, tokens, 1).
+        """Return the factors of gains that fit restored rows best, fp32 (units, tokens, 1).
 
         ``components``: int32 (units, tokens, components); ``codes``: uint8 of the same shape.
         """

@@ -44,13 +44,13 @@ def _assembled(pipelines: HeadPipelines, layout: KVLayout) -> tuple[Pipeline, ..
 def head_pipelines(
     layout: KVLayout, make_keys: MakePipeline, make_values: MakePipeline
 ) -> tuple[Pipeline, ...]:
-    """Makes one pipeline for the keys and one for the values of every head width."""
+    """Make one pipeline for the keys and one for the values of every head width."""
     make = {KEY: make_keys, VALUE: make_values}
     return tuple(make[side](shape) for shape, side in sided_shapes(layout))
 
 
 def sided_shapes(layout: KVLayout) -> Iterator[tuple[StackShape, int]]:
-    """Yields the heads of each width, those of keys and of values apart, with their side."""
+    """Yield the heads of each width, those of keys and of values apart, with their side."""
     for shape in stack_shapes(Scope("head"), layout):
         for side in (KEY, VALUE):
             if units := tuple(unit for unit in shape.units if unit[0].side == side):
@@ -58,7 +58,7 @@ def sided_shapes(layout: KVLayout) -> Iterator[tuple[StackShape, int]]:
 
 
 def planes_of(shape: StackShape, bits: int | np.ndarray) -> BitPlanes:
-    """Makes the coder for codes, the same in all units.
+    """Make the coder for codes, the same in all units.
 
     ``bits``: of every column, or those of each, integers (columns,).
     """
@@ -77,12 +77,12 @@ class HalfRange(NoGain):
 
 
 def to_columns(values: np.ndarray) -> np.ndarray:
-    """Packs fp32 (..., numbers) as fp16 to uint8 (..., 2 * numbers)."""
+    """Pack fp32 (..., numbers) as fp16 to uint8 (..., 2 * numbers)."""
     return np.ascontiguousarray(limited_to_fp16(values)).view(np.uint8)
 
 
 def from_columns(columns: np.ndarray) -> np.ndarray:
-    """Unpacks uint8 (..., 2 * numbers) to fp32; damaged columns also give finite numbers."""
+    """Unpack uint8 (..., 2 * numbers) to fp32; damaged columns also give finite numbers."""
     halves = np.ascontiguousarray(columns).view("<f2").astype(np.float32)
     usual = np.where(np.isnan(halves), np.float32(0), halves)
     return np.clip(usual, -FP16_LARGEST, FP16_LARGEST)

@@ -127,7 +127,7 @@ class SignHadamard(WithoutNote):
 def rotated(
     shape: StackShape, quantiser: Quantiser, bits: int | np.ndarray, is_fitted: bool = False
 ) -> Pipeline:
-    """Makes a pipeline of norm (fp16), signs and Hadamard, ``quantiser``, bit planes.
+    """Make a pipeline of norm (fp16), signs and Hadamard, ``quantiser``, bit planes.
 
     ``bits``: of every column of codes, or of each. ``is_fitted``: see ``HalfGain``.
     """
@@ -136,12 +136,12 @@ def rotated(
 
 
 def rotated_levels(shape: StackShape, num_bits: int) -> Pipeline:
-    """Makes ``rotated`` with Lloyd-Max levels and the norm correction: TurboQuant-MSE."""
+    """Make ``rotated`` with Lloyd-Max levels and the norm correction: TurboQuant-MSE."""
     levels = normal_levels(shape, 1 << num_bits)
     return rotated(shape, levels, num_bits, is_fitted=True)
 
 
 def normal_levels(shape: StackShape, num_levels: int) -> LloydMax:
-    """Makes a Lloyd-Max quantiser for components of deviation one."""
+    """Make a Lloyd-Max quantiser for components of deviation one."""
     size = (shape.num_units, shape.width)
     return LloydMax(np.full(size, num_levels), np.ones(size, np.float32))

@@ -30,7 +30,7 @@ MOST_SKETCHED = 768  # values in a row: their square is drawn in 24 MiB and 30 m
 
 @functools.lru_cache(maxsize=4)  # up to 5 MiB each
 def normal_draws(name: str, rows: int, columns: int) -> np.ndarray:
-    """Returns fp64 (rows, columns), read-only: SHAKE-256 of a name, then Box and Muller (1958)."""
+    """Return fp64 (rows, columns), read-only: SHAKE-256 of a name, then Box and Muller (1958)."""
     pairs = -(-rows * columns // 2)
     stream = hashlib.shake_256(f"thermocline {name} {rows} {columns}".encode()).digest(8 * pairs)
     sizes, turns = (np.frombuffer(stream, "<u4").reshape(2, pairs) + 0.5) / 2.0**32
@@ -44,14 +44,14 @@ def normal_draws(name: str, rows: int, columns: int) -> np.ndarray:
 
 
 def directions(width: int, num_signs: int) -> np.ndarray:
-    """Returns S, fp32 (num_signs, width). Raises ``UnknownCodec`` if rows are too wide."""
+    """Return S, fp32 (num_signs, width). Raises ``UnknownCodec`` if rows are too wide."""
     if width > MOST_SKETCHED:
         raise UnknownCodec(f"vectors of {width} values are not sketched; use codec raw")
     return normal_draws("sketch", num_signs, width).astype(np.float32)
 
 
 def sign_size(width: int, num_signs: int) -> np.float32:
-    """Returns the length of one sign along its direction, for a row of root mean square one."""
+    """Return the length of one sign along its direction, for a row of root mean square one."""
     return np.float32(np.sqrt(np.pi / 2 * width) / num_signs)
 
 
@@ -75,7 +75,7 @@ class ProductVectors:
 
 
 def nearest(rows: np.ndarray, vectors: np.ndarray) -> np.ndarray:
-    """Returns the index of the nearest vector for every row, uint8 (rows,); the first of equals.
+    """Return the index of the nearest vector for every row, uint8 (rows,); the first of equals.
 
     ``rows``: floats (rows, dim); ``vectors``: floats (vectors, dim).
     """
@@ -88,7 +88,7 @@ def nearest(rows: np.ndarray, vectors: np.ndarray) -> np.ndarray:
 
 
 def nearest_of_each(rows: np.ndarray, vectors: np.ndarray) -> np.ndarray:
-    """Does the same with a table of vectors for each of several sets of rows, in fp32.
+    """Do the same with a table of vectors for each of several sets of rows, in fp32.
 
     Sums have one order, so that all machines find the same. ``rows``: (tables, rows, dim);
     ``vectors``: (tables, vectors, dim). Returns uint8 (tables, rows).
@@ -110,13 +110,13 @@ def nearest_of_each(rows: np.ndarray, vectors: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def normal_vectors(dim: int) -> np.ndarray:
-    """Returns the k-means codebook of normal vectors, fp32 (256, dim)."""
+    """Return the k-means codebook of normal vectors, fp32 (256, dim)."""
     samples = np.rint(normal_draws("codebook", NUM_VECTORS * SAMPLES_EACH, dim) / UNIT)
     return (k_means(samples, first_of(samples, NUM_VECTORS)) * UNIT).astype(np.float32)
 
 
 def k_means(samples: np.ndarray, vectors: np.ndarray, rounds: int = ROUNDS) -> np.ndarray:
-    """Returns the means of clusters, whole numbers in fp64 (vectors, dim).
+    """Return the means of clusters, whole numbers in fp64 (vectors, dim).
 
     ``samples``: whole numbers in fp64 (samples, dim). ``vectors``: the means to begin with.
     """
@@ -132,5 +132,5 @@ def k_means(samples: np.ndarray, vectors: np.ndarray, rounds: int = ROUNDS) -> n
 
 
 def first_of(samples: np.ndarray, num_vectors: int) -> np.ndarray:
-    """Returns the first samples, repeated if there are too few."""
+    """Return the first samples, repeated if there are too few."""
     return samples[np.arange(num_vectors) % len(samples)]
