@@ -10,7 +10,7 @@ from engines.config import WorkerConfig
 from engines.fake_worker.fake_sessions import CODEC, HOT_BYTES_PER_TOKEN, FakeSessions
 from engines.fake_worker.server import DataServer
 from engines.host.control_server import ControlServer
-from engines.host.lifeline import Lifeline, read_settings, runtime_folder
+from engines.host.lifeline import Lifeline, make_sockets_folder, read_settings
 from engines.runtime_folder import held
 from engines.wire import KVSize, Welcome
 
@@ -29,7 +29,7 @@ def main() -> None:
 
 async def serve(config: WorkerConfig, lifeline: Lifeline) -> None:
     stop = lifeline.stop_event()
-    folder = runtime_folder(config)
+    folder = make_sockets_folder(config)
     max_context = config.engine.max_context or MAX_CONTEXT
     welcome = Welcome(
         engine="fake",

@@ -37,7 +37,7 @@ def first_line() -> bytes:
         return file.readline()
 
 
-def runtime_folder(config: WorkerConfig) -> Path:
+def make_sockets_folder(config: WorkerConfig) -> Path:
     """Make the sockets' folder (mode 0700), remove old sockets and return it. Raises ``OSError``.
 
     It also sets the umask, so that all files this process creates from now on are private.

@@ -20,7 +20,7 @@ import uvicorn
 
 from engines.config import WRONG_SETTINGS, WorkerConfig
 from engines.host.control_server import ControlServer, private_socket
-from engines.host.lifeline import Lifeline, read_settings, runtime_folder
+from engines.host.lifeline import Lifeline, make_sockets_folder, read_settings
 from engines.host.template_rules import fill_in_of, rules_of
 from engines.mlx_worker.cache.layout import CannotServe
 from engines.mlx_worker.control import MlxVerbs, Notifier, SessionReports
@@ -108,7 +108,7 @@ def load(config: WorkerConfig) -> LoadedModel:
 async def serve(config: WorkerConfig, lifeline: Lifeline) -> None:
     """Serve until standard input ends or SIGTERM comes; then save everything that is hot."""
     stop = lifeline.stop_event()
-    folder = runtime_folder(config)
+    folder = make_sockets_folder(config)
     owner = Owner(
         lambda: load(config),
         config.engine,

@@ -38,7 +38,7 @@ from engines.vllm_plugin.device.device_check import blocks_for
 from engines.vllm_plugin.measuring.exchange import EXCHANGE
 from engines.vllm_plugin.plan import StepWork
 from engines.vllm_plugin.process.processes import die_with_parent
-from engines.vllm_plugin.process.server import record_refusal, runtime_folder
+from engines.vllm_plugin.process.server import record_refusal, refusal_folder
 from engines.vllm_plugin.reports import ColdMetrics, ColdStats, KVEvents, StatsFeed, source_of
 from engines.vllm_plugin.scheduler.scheduler_side import SchedulerSide
 from engines.vllm_plugin.support import Unsupported, check, check_version
@@ -84,7 +84,7 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         log_as("vllm")
-        with record_refusal(runtime_folder(), BadSettings):
+        with record_refusal(refusal_folder(), BadSettings):
             self._settings = settings_from(self._kv_transfer_config.kv_connector_extra_config)
         self._folder = Path(self._settings.runtime_dir)
         with record_refusal(self._folder, Unsupported):

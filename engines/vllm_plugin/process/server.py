@@ -30,7 +30,7 @@ SERVER: Final = "vllm.entrypoints.openai.api_server"
 USAGE: Final = 2  # argparse's exit code for a wrong command line
 
 
-def runtime_folder() -> Path | None:
+def refusal_folder() -> Path | None:
     """Return the folder for a refusal; None if vLLM was started by hand, so no process reads it."""
     given = os.environ.get(FOLDER_VARIABLE)
     return Path(given) if given else None
