@@ -62,7 +62,7 @@ def test_config_shows_values_and_where_they_come_from(run, monkeypatch):
         (["serve", "--engine", "fake", "--host", "192.0.2.1"], 1, "cannot listen on 192.0.2.1"),
         (["serve", "--engine", "fake", "--api-keys", "/nope", "--port", "0"], 2, "API keys /nope"),
         (
-            ["serve", "--engine", "fake", "--data-dir", "/etc/hosts"],
+            ["serve", "--engine", "fake", "--data-dir", "/etc/hosts", "--port", "0"],
             1,
             "hosts cannot be made: this",
         ),
