@@ -100,6 +100,7 @@ def test_one_that_rests_in_redis_alone_is_not_taken_for_lost_while_that_is_away(
     store.close()
 
 
+@pytest.mark.slow
 def test_one_that_was_forgotten_while_redis_was_away_stays_forgotten(rig, server, tmp_path):
     lived(rig, server, tmp_path, "a", "b")
     server.stop()
@@ -115,6 +116,7 @@ def test_one_that_was_forgotten_while_redis_was_away_stays_forgotten(rig, server
     store.close()
 
 
+@pytest.mark.slow
 def test_one_that_was_forgotten_before_the_end_stays_forgotten(rig, server, tmp_path):
     """Redis was away until the process ended; the next life deletes it, and does not find it."""
     store = rig.open(tiers_of(server, tmp_path))
@@ -156,6 +158,7 @@ def test_what_a_tier_owes_to_delete_is_found_only_once_it_is_saved_again(rig: Ri
     assert (back.num_tokens, back.tier) == (96, "redis")
 
 
+@pytest.mark.slow
 def test_a_deletion_of_an_earlier_life_leaves_what_was_saved_since(rig, server, tmp_path):
     """It was saved again before the deletion was made up for."""
     store = rig.open(tiers := tiers_of(server, tmp_path))
@@ -174,6 +177,7 @@ def test_a_deletion_of_an_earlier_life_leaves_what_was_saved_since(rig, server, 
     store.close()
 
 
+@pytest.mark.slow
 def test_a_deletion_of_an_earlier_life_leaves_what_another_engine_saved_since(
     rig: Rig, server: RedisServer, tmp_path: Path
 ):

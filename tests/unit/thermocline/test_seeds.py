@@ -74,6 +74,7 @@ def test_the_page_counts_its_capabilities() -> None:
     assert f"{len(ROWS)} rows: {parts}." in PAGE.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_a_capability_is_there(expression: str) -> None:
     assert eval(expression, names_of_the_page())

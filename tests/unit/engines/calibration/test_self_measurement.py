@@ -314,6 +314,7 @@ def order_of(folder: Path, *presets: str) -> CalibrationOrder:
     return CalibrationOrder(presets=presets, depths=(), num_chains=0, **sizes, **paths)
 
 
+@pytest.mark.slow
 def test_an_order_whose_report_is_awaited_replaces_what_was_learned_before(tmp_path: Path):
     ids: set[str] = set()
     path = tmp_path / "report.json"

@@ -218,6 +218,7 @@ def test_elsewhere_only_by_who_accepts_the_loss(rows: Rows):
     assert packed(profile, accept_loss=True).why.startswith("the loss was accepted")
 
 
+@pytest.mark.slow
 def test_presets_that_learned_turned_parts_of_latents_never_serve():
     """Only keys are turned back, so these were learned at the positions of short texts."""
     layout = KVLayout("bfloat16", (KVLayer(1, 32, 16),) * 2)

@@ -107,6 +107,7 @@ LAYOUT = layout_with((64, 64), (64, 64))
 ROPE = rope_of(64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

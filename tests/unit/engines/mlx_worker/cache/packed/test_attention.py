@@ -61,6 +61,7 @@ def spread(one, other):
     return float((mx.abs(one - other).max() / (one.max() - one.min())).item())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [3, 70, 131, 300])
 def test_one_session_is_answered_as_with_restored_rows(num_tokens):
     live = live_model()

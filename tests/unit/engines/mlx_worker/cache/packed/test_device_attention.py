@@ -118,6 +118,7 @@ def assert_close(one, other):
     np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE * np.abs(other).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [3, 5, 70, 133])
 def test_attention_on_the_device_is_that_on_the_host(num_tokens):
     kinds = (RowKind(3, 64, "bfloat16"), RowKind(3, 80, "bfloat16"))
