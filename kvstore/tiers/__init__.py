@@ -27,15 +27,17 @@ tier:
 - its default budget: ``launch.settings.budgets``; the shares of replicas: ``budgets`` in
   ``launch.settings.schema``; the shares of vLLM's ranks: ``rank_share`` in
   ``engines.vllm_plugin.worker.worker_side``
-- command-line options: ``launch.cli.options``; checks and messages at the start: ``launch.doctor``
-  and, in ``launch.serve``, ``preflight`` and ``run``; where ``thermocline calibrate`` turns it off:
-  ``launch.calibrate.program``
+- command-line options: ``launch.cli.options``, ``main`` and ``running_server``; checks and messages
+  at the start: ``launch.doctor`` and, in ``launch.serve``, ``preflight`` and ``run``; where
+  ``thermocline calibrate`` turns it off: ``launch.calibrate.program``
 - the tier in which sessions rest while their model is not loaded: ``launch.serve.build``; where
   they go when a replica ends: ``SHARED`` in ``engines.on_ray.front``
 - the plan: ``launch.plan``, and the columns that print it: ``launch.cli``
 - the word in ``x-thermocline-cache``: ``engines.http``; vLLM's word for the medium:
   ``engines.vllm_plugin.reports``
 - the places of a session's KV: ``gateway.watch.shape``, and in ``gateway/dashboard/page``
-  ``live/store.js``, ``parts/badges.js`` and ``strip.js``, ``views/turns.js``, ``memory.js`` and
-  ``sessions.js``; colours: ``style/base.css`` and ``parts.css``
+  ``live/store.js``, ``parts/badges.js`` and ``strip.js``, ``views/turns.js``, ``memory.js``,
+  ``sessions.js`` and ``session.js``; colours: ``style/base.css`` and ``parts.css``
+- the reasons why KV was not stored, where the tier may be full or away: ``docs.generators``,
+  ``headers_page``
 """
