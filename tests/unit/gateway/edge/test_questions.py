@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from types import FrameType
 
 import pytest
 
-from gateway.edge.bodies import LARGE_BODY_BYTES
+from gateway.edge.bodies import LARGE_BODY_BYTES, check_weight, parse_whole
+from gateway.openai.models import _for_engine
 from scheduler.sessions import QUESTIONS_AT_ONCE
 from tests.unit.gateway.in_process import MODEL, App, HoldingEngine, RecordingEngine, json_answer
 from tests.waiting import eventually
@@ -73,18 +75,22 @@ async def test_too_many_values_are_refused_before_they_are_parsed(path: str) -> 
 async def test_a_large_question_is_parsed_on_a_thread() -> None:
     """Streams go on meanwhile: the event loop's thread has no part in it."""
     app = App(counting_engine())
-    here: set[str] = set()
+    work = {x.__code__: x.__name__ for x in (check_weight, parse_whole, _for_engine)}
+    done: set[tuple[str, bool]] = set()
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        here.add(frame.f_code.co_name)
+        if name := work.get(frame.f_code):
+            done.add((name, threading.current_thread() is threading.main_thread()))
 
     question = {"model": MODEL, "prompt": "x " * LARGE_BODY_BYTES}
+    threading.setprofile(note)  # of threads that start from now on
     sys.setprofile(note)  # of this thread
     try:
         assert (await app.post("/tokenize", question)).status == 200
     finally:
+        threading.setprofile(None)
         sys.setprofile(None)
-    assert "body_for_engine" in here and not here & {"check_weight", "parse_json", "_for_engine"}
+    assert done == {(name, False) for name in work.values()}
 
 
 async def test_far_too_many_tokens_never_reach_the_engine() -> None:
