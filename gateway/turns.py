@@ -12,21 +12,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.base import Engine, SessionRef
-from engines.openai.errors import InvalidRequest, unknown_model
+from engines.openai.errors import InvalidRequest
 from engines.openai.foreign_request import Dialect, ignored_fields, renamed, take_foreign
 from engines.openai.messages import ImageSupport, with_known_parts
-from engines.openai.requests import NO_LIMIT, ChatRequest, CompletionRequest, Json
+from engines.openai.requests import ChatRequest, CompletionRequest, Json
 from engines.openai.schemas.held import with_known_keywords
 from engines.pool.on_demand import OnDemand
 from engines.wire import Welcome
-from gateway.config import GatewayConfig
 from gateway.errors import Failure
 from gateway.gateway import Gateway
 from gateway.identity.known_chats import Link, message_chain
@@ -34,7 +33,6 @@ from gateway.identity.names import (
     MAX_ID_BYTES,
     SUFFIX,
     TASK_SUFFIX,
-    TASK_TOKENS,
     NamedSession,
     asked_seconds,
     choose_session,
@@ -49,7 +47,7 @@ from gateway.keys import Tenant
 from gateway.models import ServedModel
 from gateway.relay.answer import AnswerFormat, StoreAnswer
 from gateway.relay.turn_response import AwaitingModel, TurnRequest, TurnResponse
-from gateway.request.body import ParsedBody, body_for_engine, fitted, keep_reasoning
+from gateway.request.body import ParsedBody, body_for_engine
 from gateway.request.callers import (
     charge_session,
     charged_caller,
@@ -57,10 +55,10 @@ from gateway.request.callers import (
     has_room_for,
     state_of,
 )
+from gateway.request.fit import LIMITS, fit_to_engine, fitted, have_usage_sent
 from gateway.watch.live import title_of
 from scheduler.session import TurnHints
 
-LIMITS: Final = ("max_tokens", "max_completion_tokens")
 # Names of sessions, which only the gateway reads, and hints that only it may give to an engine.
 # ``take_foreign`` has already removed those of vLLM's own fields that a client may not set.
 _PRIVATE_FIELDS = frozenset(
@@ -107,15 +105,21 @@ class Operation(msgspec.Struct, frozen=True):
     path: str = "/v1/chat/completions"  # the engine's
 
 
+class Identity(NamedTuple):
+    """The session that a request names, or the hashes by which it may be recognised."""
+
+    session: NamedSession | None  # None: the client named none
+    task_session: str | None  # None: it is no task
+    chain: Sequence[Link]  # the messages' hashes, by which a chat without a name is recognised
+    outline: Outline | None  # None: it is no chat
+
+
 class CheckedRequest(NamedTuple):
     """A request whose body has been parsed, translated and validated."""
 
     translated: Translated
     model: str
-    session: NamedSession | None  # None: the client named none
-    chain: Sequence[Link]  # the messages' hashes, by which a chat without a name is recognised
-    outline: Outline | None  # None: it is no chat
-    task_session: str | None  # None: it is no task
+    identity: Identity
     foreign: Mapping[str, str]  # engine's field -> the client's name of it, where they differ
     ignored: Sequence[str]  # fields that this server does not know
     left_out: Sequence[str]  # keywords of JSON schemas that no grammar enforces
@@ -171,15 +175,17 @@ async def _prepared(
         served, images = model.served, model.image_support  # the engine may die meanwhile
         asked = await body.off_loop(partial(check, served, images, body.json))
         raw, answer = asked.translated.raw, asked.translated.answer
+        identity = asked.identity
         gateway.metrics.left_out(asked.translated.dropped)
         is_ahead = any(x.get(name) == 0 for x in (raw, body.json) for name in LIMITS)
-        is_silent = _fit(raw, model, gateway.config, asked)
-        answer.hides_usage = _have_usage_sent(raw)
-        named = await _session_for(request, gateway, model, asked)
+        is_task = identity.task_session is not None
+        is_silent = fit_to_engine(raw, model, gateway.config, asked.model, is_task=is_task)
+        answer.hides_usage = have_usage_sent(raw)
+        named = await _session_for(request, gateway, model, identity)
         session = tenant.session(named.id)
         compared = None
-        if asked.outline is not None:
-            compared = model.prefixes.compare(tenant.name, named.id, asked.outline)
+        if identity.outline is not None:
+            compared = model.prefixes.compare(tenant.name, named.id, identity.outline)
             compared.is_ahead = is_ahead
             operation.compared(model, tenant, answer, compared)
         title = title_of(raw.get("messages", ())) if gateway.config.session_titles else ""
@@ -193,7 +199,7 @@ async def _prepared(
             parent=named.parent,
             is_child=named.is_child,
             retain_s=asked.translated.retain_s,
-            is_task=asked.task_session is not None,
+            is_task=is_task,
         ),
         compared=compared,
         client=client_name(state.headers),
@@ -204,35 +210,26 @@ async def _prepared(
         ignored=asked.ignored,
         left_out=asked.left_out,
         is_silent=is_silent,
-        on_words=model.chats.on_words(tenant, named.id, asked.chain),
+        on_words=model.chats.on_words(tenant, named.id, identity.chain),
     )
     return TurnResponse(gateway, model, turn, state.id, answer, asked.translated.keep)
 
 
-def _fit(raw: Json, model: ServedModel, config: GatewayConfig, asked: CheckedRequest) -> bool:
-    """Adapt a checked body, in place, to its engine; return whether to hide the answer's text."""
-    raw["model"] = served_name(model, config, asked.model)
-    if config.keep_reasoning and "messages" in raw:
-        keep_reasoning(raw, model.served.template)
-    _normalize(raw, model.served.max_context, _usual_length(config, asked.task_session))
-    return model.served.engine == "vllm" and _fit_vllm(raw)
-
-
 async def _session_for(
-    request: Request, gateway: Gateway, model: ServedModel, asked: CheckedRequest
+    request: Request, gateway: Gateway, model: ServedModel, identity: Identity
 ) -> NamedSession:
     """Find a turn's session; charge it, unless it is a task's. Raises as ``charge_session``."""
     tenant, state = charged_caller(request), state_of(request.scope)
-    if asked.task_session is not None:
-        named = _task_session(model, tenant, asked.session, asked.task_session)
+    if identity.task_session is not None:
+        named = _task_session(model, tenant, identity.session, identity.task_session)
     else:
-        named = asked.session or NamedSession(
-            model.chats.identify(tenant, asked.chain, model.sessions_of(tenant))
+        named = identity.session or NamedSession(
+            model.chats.identify(tenant, identity.chain, model.sessions_of(tenant))
         )
-        if asked.outline is not None and named_by_agent(state.headers):
-            named = _session_of(gateway, model, tenant, named, asked.outline)
+        if identity.outline is not None and named_by_agent(state.headers):
+            named = _session_of(gateway, model, tenant, named, identity.outline)
         await charge_session(request, model, named.id)
-    if gateway.shared_sessions is not None and asked.session is not None:
+    if gateway.shared_sessions is not None and identity.session is not None:
         await gateway.shared_sessions.before_first_turn(model, tenant.session(named.id))
     state.session = named.id
     return named
@@ -247,6 +244,7 @@ def _check(
     images: ImageSupport,
     asked: Json,
 ) -> CheckedRequest:
+    """Translate and validate a body. Raises ``InvalidRequest``."""
     translated, engine = translate(asked), served.engine
     raw = dict(translated.raw)  # a copy: it may be the client's body, which is read below
     foreign: dict[str, str] = {}
@@ -270,31 +268,46 @@ def _check(
     else:
         raw.pop("messages", None)  # a text completion has none
         messages = [raw["prompt"]]
-    task_session = shared_task_session(raw) if "messages" in raw else None
-    named = named_session(headers, asked, messages)
-    chain: Sequence[Link] = ()
-    outline: Outline | None = None
-    if "messages" in raw or named is None:
-        parts = hashed(request.model, messages, raw.get("tools"), tenant.salt)
-        if named is None and task_session is None:
-            chain = message_chain(parts, group_of(asked))
-        if "messages" in raw:
-            raw["messages"] = fitted(messages, served.template)
-            outline = parts.outline
+    identity = _identity(request.model, tenant, headers, asked, raw, messages)
+    if "messages" in raw:
+        raw["messages"] = fitted(messages, served.template)
     for name in _PRIVATE_FIELDS & raw.keys():
         del raw[name]
     return CheckedRequest(
         translated=translated._replace(raw=raw),
         model=request.model,
-        session=named,
-        chain=chain,
-        outline=outline,
-        task_session=task_session,
+        identity=identity,
         foreign=foreign,
         ignored=ignored,
         left_out=keywords,
         num_answers=request.num_answers,
     )
+
+
+def _identity(
+    model: str,
+    tenant: Tenant,
+    headers: Mapping[str, str],
+    asked: Json,
+    raw: Json,
+    messages: Sequence[Any],
+) -> Identity:
+    """Find what names a request's session; hash its messages if that may be needed.
+
+    Args:
+        asked: the client's body.
+        raw: its translation for the engine.
+        messages: those of ``raw``, checked; of a text completion, its prompt.
+    """
+    is_chat = "messages" in raw
+    session = named_session(headers, asked, messages)
+    task_session = shared_task_session(raw) if is_chat else None
+    if not is_chat and session is not None:
+        return Identity(session, task_session, (), None)
+    parts = hashed(model, messages, raw.get("tools"), tenant.salt)
+    is_unnamed = session is None and task_session is None
+    chain = message_chain(parts, group_of(asked)) if is_unnamed else ()
+    return Identity(session, task_session, chain, parts.outline if is_chat else None)
 
 
 def _check_early(operation: Operation, model: ServedModel, asked: Json) -> None:
@@ -308,65 +321,6 @@ def _check_early(operation: Operation, model: ServedModel, asked: Json) -> None:
 
 def _encode(engine: Engine, raw: Json, session: SessionRef) -> bytes:
     return msgspec.json.encode(engine.prepare_body(raw, session))
-
-
-def _normalize(raw: Json, max_context: int, default_max_tokens: int) -> None:
-    """Change fields that engines interpret differently, so that they mean what OpenAI's API says.
-
-    ``stream_options`` are removed if nothing is streamed. A chat's limit of the whole context or
-    more is removed, so that the answer may fill the room that the prompt leaves; a chat without a
-    limit gets the default, if there is one. A text completion's limit is lowered instead, since
-    without one it has 16 tokens. A limit or seed of -1, and a bias of zero, count as absent.
-    """
-    raw |= {"seed": None} if raw.get("seed") == NO_LIMIT else {}
-    raw |= {name: max_context for name in LIMITS if raw.get(name) == NO_LIMIT}
-    if biases := raw.pop("logit_bias", None):
-        raw["logit_bias"] = {key: bias for key, bias in biases.items() if bias}
-    if not raw.get("stream"):
-        raw.pop("stream_options", None)
-    if "messages" not in raw:
-        if (raw.get("max_tokens") or 0) > max_context:
-            raw["max_tokens"] = max_context
-        return
-    if default_max_tokens and all(raw.get(name) is None for name in LIMITS):
-        raw["max_tokens"] = default_max_tokens
-    for name in LIMITS:
-        if (raw.get(name) or 0) >= max_context:
-            del raw[name]
-
-
-def _have_usage_sent(raw: Json) -> bool:
-    """Ask the engine for a stream's token counts; return True if the client did not ask."""
-    options = raw.get("stream_options") or {}
-    if not raw.get("stream") or options.get("include_usage"):
-        return False
-    raw["stream_options"] = {**options, "include_usage": True}
-    return True
-
-
-def _fit_vllm(raw: Json) -> bool:
-    """Rewrite, in place, what vLLM refuses; return whether to hide the answer's text.
-
-    A chat's limit of 0 tokens becomes 1, and the text is hidden. Several greedy answers are drawn
-    from the most likely token only.
-    """
-    if raw.get("temperature") == 0 and (raw.get("n") or 1) > 1:
-        raw |= {"temperature": 1, "top_k": 1}
-    is_silent = "messages" in raw and any(raw.get(name) == 0 for name in LIMITS)
-    raw |= {name: 1 for name in LIMITS if is_silent and name in raw}
-    return is_silent
-
-
-def served_name(model: ServedModel, config: GatewayConfig, asked: str) -> str:
-    """Return the engine's own name of a model that a client asked for by name or alias.
-
-    Raises:
-        InvalidRequest: 404, ``asked`` is neither its name nor an alias.
-    """
-    served = model.served.model
-    if not (model.is_named(asked) or config.means_served(asked, served)):
-        raise unknown_model(asked[:100], served)
-    return served
 
 
 def _session_of(
@@ -390,9 +344,3 @@ def _task_session(
     id = named.id + TASK_SUFFIX
     fits = len(id.encode()) <= MAX_ID_BYTES
     return NamedSession(id, named.id) if fits else NamedSession(shared_row, named.id)
-
-
-def _usual_length(config: GatewayConfig, task_session: str | None) -> int:
-    """Return the longest answer, in tokens, of a request without a limit; 0 = no limit."""
-    usual = config.default_max_tokens
-    return usual if task_session is None else min(usual or TASK_TOKENS, TASK_TOKENS)

@@ -22,8 +22,9 @@ from gateway.relay.answer import AnswerFormat
 from gateway.relay.question import count_question, prompt_tokens
 from gateway.request.body import ParsedBody, body_for_engine
 from gateway.request.callers import charged_caller, gateway_of, state_of
+from gateway.request.fit import served_name
 from gateway.request.routing import json_response, new_router, takes
-from gateway.turns import Operation, Translate, accept, served_name
+from gateway.turns import Operation, Translate, accept
 
 router = new_router()
 

@@ -42,8 +42,8 @@ from gateway.relay.question import answer_to
 from gateway.relay.turn_response import IGNORED_HEADER
 from gateway.request.body import body_for_engine
 from gateway.request.callers import charged_caller, gateway_of, sees_all, state_of
+from gateway.request.fit import served_name
 from gateway.request.routing import json_response, new_router, takes
-from gateway.turns import served_name
 
 router = new_router()
 _OPERATION = "embeddings"  # OpenTelemetry's name

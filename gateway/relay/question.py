@@ -18,8 +18,8 @@ from engines.wire import TemplateRules
 from gateway.keys import Tenant
 from gateway.models import ServedModel
 from gateway.relay.passthrough import engine_failure
-from gateway.request.body import fitted, keep_reasoning
 from gateway.request.callers import charged_caller
+from gateway.request.fit import fitted, keep_reasoning
 
 QUESTION_S: Final = 60.0
 

@@ -1,1 +1,1 @@
-"""The steps of every request: its id and log line, its route, its caller and charges, its body."""
+"""The steps of every request: its id and log line, route, caller and charges, body, fit to the engine."""

@@ -1,17 +1,13 @@
-"""Reads request bodies (JSON of bounded size and weight, in bounded time); fits chats to templates.
+"""Reads request bodies: JSON of bounded size and weight, in bounded time.
 
 Routes that ask the engine read their bodies by ``body_for_engine``, all others by ``parsed``.
-
-A template may refuse system messages in the middle of a chat. They are rewritten where they stand,
-and not moved to the top as some servers do: that would change the prompt from its first tokens on,
-so that the conversation's KV could not be reused after any such message.
 """
 
 from __future__ import annotations
 
 import asyncio
 from codecs import BOM_UTF8
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -22,7 +18,6 @@ from starlette.requests import Request
 from engines.http import read_body, while_client_stays
 from engines.openai.errors import InvalidRequest
 from engines.openai.requests import Json
-from engines.wire import TemplateRules
 from gateway.config import GatewayConfig
 from gateway.edge.bodies import (
     LARGE_BODY_BYTES,
@@ -38,7 +33,6 @@ from gateway.models import ServedModel
 from gateway.request.callers import enter, gateway_of, state_of
 
 T = TypeVar("T")
-_SYSTEM = ("system", "developer")
 
 
 class ParsedBody:
@@ -233,80 +227,3 @@ def _encoding(request: Request) -> str:
 def _has_body(request: Request) -> bool:
     headers = request.headers
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-
-
-def fitted(messages: Sequence[Json], rules: TemplateRules) -> list[Json]:
-    """Return the messages in a form that the model's template accepts, in the same order.
-
-    If the template refuses a system message after the first, it becomes a user's message with a
-    mark. If user and assistant have to alternate, it is added to the message before it, and
-    consecutive user messages are joined.
-    """
-    made = list(messages)
-    if not rules.inline_system and any(_is_inline(messages, i) for i in range(len(messages))):
-        made = _with_notes(messages, rules)
-    return made if rules.repeated_users else _alternating(made)
-
-
-def _with_notes(messages: Sequence[Json], rules: TemplateRules) -> list[Json]:
-    made: list[Json] = []
-    for i, message in enumerate(messages):
-        if not _is_inline(messages, i):
-            made.append(message)
-            continue
-        note = f"<system-reminder>\n{_text_of(message)}\n</system-reminder>"
-        _add_note(made, note, rules)
-    return made
-
-
-def _is_inline(messages: Sequence[Json], i: int) -> bool:
-    return i > 0 and messages[i].get("role") in _SYSTEM
-
-
-def _text_of(message: Json) -> str:
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [part for part in content if isinstance(part, dict)]  # images were refused earlier
-        return "\n".join(str(part.get("text") or part.get("refusal") or "") for part in parts)
-    return str(content or "")
-
-
-def _add_note(made: list[Json], note: str, rules: TemplateRules) -> None:
-    before = made[-1]
-    if not rules.repeated_users and before["role"] in ("user", "tool"):
-        made[-1] = _joined(before, {"content": note})
-    else:
-        made.append({"role": "user", "content": note})
-
-
-def _alternating(messages: Sequence[Json]) -> list[Json]:
-    """Join consecutive user messages."""
-    made: list[Json] = []
-    for message in messages:
-        if made and made[-1]["role"] == message["role"] == "user":
-            made[-1] = _joined(made[-1], message)
-        else:
-            made.append(message)
-    return made
-
-
-def _joined(before: Json, after: Json) -> Json:
-    """Return ``before`` with the content of both: as text, or as parts if one has an image."""
-    parts = [*_parts(before), *_parts(after)]
-    if all(part.get("type") == "text" for part in parts):
-        return {**before, "content": f"{_text_of(before)}\n\n{_text_of(after)}"}
-    return {**before, "content": parts}
-
-
-def _parts(message: Json) -> list[Json]:
-    content = message.get("content")
-    if isinstance(content, list):
-        return [part for part in content if isinstance(part, dict)]
-    return [{"type": "text", "text": str(content or "")}]
-
-
-def keep_reasoning(raw: Json, rules: TemplateRules) -> None:
-    """Have the template keep the reasoning of earlier turns, unless the body sets its switch."""
-    if rules.reasoning_switch:
-        said = raw.get("chat_template_kwargs") or {}
-        raw["chat_template_kwargs"] = {**rules.reasoning_switch, **said}
