@@ -1,1 +1,1 @@
-"""The steps of every request: its id and log line, route, caller and charges, body, fit to the engine."""
+"""The steps of every request: id and log line, route, caller, charges, body, fit to its engine."""
